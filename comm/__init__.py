@@ -1,0 +1,1 @@
+"""Expert-parallel dispatch and combine, tree-pinned all-reduce, process groups."""

@@ -1,0 +1,1 @@
+"""Command line, environment, process groups and logging."""

@@ -1,0 +1,1 @@
+"""The built-in model's files; see README.md beside this file."""

@@ -1,0 +1,1 @@
+"""Requests, scheduling, KV cache, sampling and the step loop."""

@@ -1,0 +1,152 @@
+"""Messages between the HTTP front end and the ranks, encoded with msgspec (MessagePack). Imports no torch.
+
+The front end stamps every message with ``epoch``, a number that grows by one per message *round*: whatever it has
+to say, it says to every rank (``Wake`` to those not addressed) with the same epoch. Ranks may fall asleep only when
+all of them have seen the same epoch, so a message can never be slept through (see engine/step.py).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from moe_runtime.engine.request import Request
+
+__all__ = [
+    "AbortRequest",
+    "AddRequest",
+    "Drain",
+    "RankMessage",
+    "RankReady",
+    "RankReport",
+    "RankStats",
+    "SequenceOutput",
+    "TokenLogprobs",
+    "Wake",
+    "decode_rank_message",
+    "decode_report",
+    "encode",
+]
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Raw log-softmax of one token, fp32 values held exactly in Python floats.
+
+    Attributes:
+        logprob: Of the token itself.
+        top_ids: Most likely ids, by (logprob descending, id ascending).
+        top_logprobs: Their logprobs.
+    """
+
+    logprob: float
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+class SequenceOutput(msgspec.Struct, frozen=True):
+    """What one choice of a request gained in one step.
+
+    Attributes:
+        request_id: The request.
+        choice_idx: Which of its ``n`` choices.
+        token_ids: New tokens, in order; empty in an output that only ends the choice.
+        logprobs: One entry per new token where asked for, else None.
+        prompt_logprobs: Sent once, with the first output of choice 0: one entry per prompt token, None for the
+            first of them; None where not asked for.
+        finish_reason: ``stop``, ``length`` or ``abort`` with the last output of the choice, else None.
+        stop_reason: The stop token id that ended it, where one did (None for an end-of-sequence id).
+    """
+
+    request_id: str
+    choice_idx: int
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+
+
+class AddRequest(msgspec.Struct, frozen=True, tag="add"):
+    """Start a request on this rank."""
+
+    epoch: int
+    request: Request
+
+
+class AbortRequest(msgspec.Struct, frozen=True, tag="abort"):
+    """Forget a request: client gone, or its choice has met a stop string.
+
+    ``choice_idx`` None means all choices. The rank frees the KV blocks and sends nothing more about it.
+    """
+
+    epoch: int
+    request_id: str
+    choice_idx: int | None = None
+
+
+class Wake(msgspec.Struct, frozen=True, tag="wake"):
+    """Join the step loop: another rank has been given something."""
+
+    epoch: int
+
+
+class Drain(msgspec.Struct, frozen=True, tag="drain"):
+    """Finish what is running, then leave the loop together and exit 0; ``abort`` drops what is running."""
+
+    epoch: int
+    abort: bool = False
+
+
+class RankStats(msgspec.Struct, frozen=True):
+    """State of one rank after a step."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_kv_blocks: int = 0
+    num_free_kv_blocks: int = 0
+    num_preemptions: int = 0
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    num_generation_tokens: int = 0
+    last_step_ms: float = 0.0
+
+
+class RankReady(msgspec.Struct, frozen=True, tag="ready"):
+    """First message of a rank: it can serve. ``info`` is shown by ``/server_info``."""
+
+    rank: int
+    pid: int
+    info: dict[str, str | int | float | bool | None]
+
+
+class RankReport(msgspec.Struct, frozen=True, tag="report"):
+    """Outputs and state of one rank; also its heartbeat, sent at least once a second while idle."""
+
+    rank: int
+    epoch: int
+    outputs: tuple[SequenceOutput, ...]
+    stats: RankStats
+
+
+RankMessage = AddRequest | AbortRequest | Wake | Drain
+ReportMessage = RankReady | RankReport
+
+_encoder = msgspec.msgpack.Encoder()
+_rank_decoder = msgspec.msgpack.Decoder(Annotated[RankMessage, msgspec.Meta()])
+_report_decoder = msgspec.msgpack.Decoder(Annotated[ReportMessage, msgspec.Meta()])
+
+
+def encode(message: RankMessage | ReportMessage) -> bytes:
+    """Encode any message."""
+    return _encoder.encode(message)
+
+
+def decode_rank_message(data: bytes) -> RankMessage:
+    """Decode a message to a rank. Raises ``msgspec.DecodeError`` on anything else."""
+    return _rank_decoder.decode(data)
+
+
+def decode_report(data: bytes) -> ReportMessage:
+    """Decode a message from a rank. Raises ``msgspec.DecodeError`` on anything else."""
+    return _report_decoder.decode(data)

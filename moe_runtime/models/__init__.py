@@ -1,0 +1,1 @@
+"""One file per architecture, and the checkpoint reader."""

@@ -1,0 +1,1 @@
+"""Capacity planning: what a model needs and what fits."""

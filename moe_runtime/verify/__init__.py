@@ -1,0 +1,1 @@
+"""Checks that a request's bits depend on nothing but the request."""
