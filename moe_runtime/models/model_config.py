@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Dtype", "ModelConfig", "RopeConfig", "TensorSpec"]
+__all__ = ["Dtype", "ModelConfig", "RopeConfig", "RopeKind", "TensorSpec"]
 
 Dtype = Literal["float32", "bfloat16"]
+RopeKind = Literal["default", "linear", "yarn", "llama3"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding: ``kind`` selects the frequency rule; fields that a kind does not use keep their default.
+    """Rotary embedding: ``kind`` selects the frequency rule; fields that a kind does not use keep their
+    default.
 
     Attributes:
         theta: Base of the frequencies.
@@ -24,7 +26,7 @@ class RopeConfig:
     """
 
     theta: float = 10000.0
-    kind: Literal["default", "linear", "yarn", "llama3"] = "default"
+    kind: RopeKind = "default"
     factor: float = 1.0
     original_max_position_embeddings: int = 0
     beta_fast: float = 32.0
@@ -90,9 +92,9 @@ class TensorSpec:
     Attributes:
         name: Name in the checkpoint.
         shape: Its shape there (``[out_features, in_features]`` for matrices).
-        role: One of ``embed``, ``lm_head``, ``final_norm``, ``input_norm``, ``post_attention_norm``, ``q_proj``,
-            ``k_proj``, ``v_proj``, ``o_proj``, ``q_bias``, ``k_bias``, ``v_bias``, ``o_bias``, ``q_norm``,
-            ``k_norm``, ``router``, ``gate_proj``, ``up_proj``, ``down_proj``.
+        role: One of ``embed``, ``lm_head``, ``final_norm``, ``input_norm``, ``post_attention_norm``,
+            ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj``, ``q_bias``, ``k_bias``, ``v_bias``, ``o_bias``,
+            ``q_norm``, ``k_norm``, ``router``, ``gate_proj``, ``up_proj``, ``down_proj``.
         layer_idx: Layer, or None outside the layers.
         logical_expert_id: Expert, or None.
     """
