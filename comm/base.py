@@ -1,0 +1,69 @@
+"""The dispatcher interface: tokens to the ranks that hold their experts, rows back to each token's home rank.
+
+Numerics: a dispatcher moves bits and adds nothing. Every (token, slot) row comes back unreduced, so the sum at the home
+rank (kernels/combine.py) has one tree whatever the EP size, the placement or the transport.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from moe_runtime.comm.layout import DispatchLayout, ExpertPairs
+
+__all__ = ["Dispatcher", "ReceivedRows"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceivedRows:
+    """What a rank holds between dispatch and combine.
+
+    Attributes:
+        x_ep_local: ``[num_rows, hidden]`` in the model dtype, received rows (padding rows included, never read).
+        pairs: The (row, local expert) pairs to compute.
+        weights: ``[num_pairs]`` float32 routing weights of the pairs.
+        layout: The rank's own tokens' layout, for the way back.
+        tokens_per_rank: Tokens of every rank in this step.
+    """
+
+    x_ep_local: torch.Tensor
+    pairs: ExpertPairs
+    weights: torch.Tensor
+    layout: DispatchLayout
+    tokens_per_rank: Sequence[int]
+
+
+class Dispatcher(ABC):
+    """Moves token rows to experts and back. Every rank calls both methods for every layer, with zero tokens too."""
+
+    @abstractmethod
+    def dispatch(
+        self,
+        x_dp_local: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        tokens_per_rank: Sequence[int],
+    ) -> ReceivedRows:
+        """Send each token once to every rank that holds one of its experts.
+
+        Args:
+            x_dp_local: ``[T, hidden]`` in the model dtype, tokens whose home is this rank.
+            topk_idx: ``[T, K]`` int64 physical expert ids, -1 = masked.
+            topk_weights: ``[T, K]`` float32.
+            tokens_per_rank: T of every rank, from the step vector; buffer sizes follow from it.
+        """
+
+    @abstractmethod
+    def combine(self, rows_ep_local: torch.Tensor, received: ReceivedRows) -> torch.Tensor:
+        """Bring weighted expert rows home.
+
+        Args:
+            rows_ep_local: ``[num_pairs, hidden]`` in the model dtype, in the order of ``received.pairs``.
+            received: From ``dispatch``.
+
+        Returns:
+            ``[T, K, hidden]`` in the model dtype: each token's rows by slot, zero for masked slots.
+        """

@@ -1,0 +1,64 @@
+"""A group of ranks and the two data movements everything is built from. Collectives only move data; nobody adds here.
+
+A group of size 1 needs no torch.distributed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["RankGroup"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankGroup:
+    """One rank's view of a group.
+
+    Attributes:
+        rank: Own position.
+        size: Number of ranks.
+        process_group: torch.distributed group; None exactly when size is 1 or the default group is meant.
+    """
+
+    rank: int = 0
+    size: int = 1
+    process_group: dist.ProcessGroup | None = None
+
+    def exchange(
+        self, send: torch.Tensor, send_splits: Sequence[int], recv_splits: Sequence[int]
+    ) -> torch.Tensor:
+        """All-to-all of rows.
+
+        Args:
+            send: ``[sum(send_splits), ...]`` contiguous, rows for rank 0 first.
+            send_splits: Rows for each rank.
+            recv_splits: Rows from each rank; must be what that rank sends.
+
+        Returns:
+            ``[sum(recv_splits), ...]``, rows from rank 0 first.
+        """
+        if self.size == 1:
+            return send
+        recv = send.new_empty((sum(recv_splits), *send.shape[1:]))
+        dist.all_to_all_single(
+            recv, send, list(recv_splits), list(send_splits), group=self.process_group
+        )
+        return recv
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """``[size, *x.shape]``: every rank's ``x``, all of one shape, in rank order."""
+        if self.size == 1:
+            return x[None]
+        send = x[None].expand(self.size, *x.shape).contiguous()
+        return self.exchange(send, [1] * self.size, [1] * self.size)
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes, in rank order; lengths may differ. For control work between steps."""
+        lengths = self.all_gather(torch.tensor([len(data)])).flatten().tolist()
+        send = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        received = self.exchange(send.repeat(self.size), [len(data)] * self.size, lengths)
+        return [bytes(piece.numpy()) for piece in received.split(lengths)]

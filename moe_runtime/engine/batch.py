@@ -1,0 +1,90 @@
+"""From scheduled chunks to the tensors of a step, and which rows of its logits are wanted for what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import torch
+
+from moe_runtime.engine.scheduler import ScheduledChunk
+from moe_runtime.engine.sequence import Sequence
+from moe_runtime.kernels.attention import BLOCK_SIZE, make_attention_plan
+from moe_runtime.layers.decoder import ForwardInput
+
+__all__ = ["LogitsRow", "StepBatch", "make_batch"]
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsRow:
+    """A token of the step whose logits are wanted.
+
+    Attributes:
+        token_idx: Row of the step's hidden states.
+        sequence: Whose token it is.
+        prompt_position: Prompt token that the row scores, or None where the row chooses the next token.
+    """
+
+    token_idx: int
+    sequence: Sequence
+    prompt_position: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBatch:
+    """This rank's share of a step."""
+
+    forward: ForwardInput
+    rows: list[LogitsRow]
+
+
+def make_batch(
+    chunks: SequenceOf[ScheduledChunk], tokens_per_rank: SequenceOf[int], num_groups: int
+) -> StepBatch:
+    """Build a rank's tensors.
+
+    Args:
+        chunks: From the scheduler; may be empty.
+        tokens_per_rank: Tokens of every rank in the step.
+        num_groups: Query heads per key-value head.
+    """
+    token_ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    rows: list[LogitsRow] = []
+    for chunk in chunks:
+        sequence, start = chunk.sequence, chunk.sequence.num_computed_tokens
+        end = start + chunk.num_tokens
+        rows.extend(_wanted_rows(chunk, len(token_ids)))
+        token_ids.extend(sequence.token_ids[start:end])
+        positions.extend(range(start, end))
+        slots.extend(sequence.block_ids[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(start, end))
+    plan = None
+    if chunks:
+        plan = make_attention_plan(
+            [chunk.num_tokens for chunk in chunks],
+            [chunk.sequence.num_computed_tokens for chunk in chunks],
+            [chunk.sequence.block_ids for chunk in chunks],
+            num_groups,
+        )
+    forward = ForwardInput(
+        token_ids=torch.tensor(token_ids, dtype=torch.int64),
+        positions=torch.tensor(positions, dtype=torch.int64),
+        slot_mapping=torch.tensor(slots, dtype=torch.int64),
+        attention=plan,
+        tokens_per_rank=tokens_per_rank,
+    )
+    return StepBatch(forward=forward, rows=rows)
+
+
+def _wanted_rows(chunk: ScheduledChunk, first_token_idx: int) -> list[LogitsRow]:
+    sequence, start = chunk.sequence, chunk.sequence.num_computed_tokens
+    rows = []
+    if sequence.wants_prompt_logprobs:
+        # The token at position p - 1 scores the prompt token p; those scored before a preemption are kept.
+        first = max(len(sequence.prompt_logprobs), start + 1, 1)
+        last = min(start + chunk.num_tokens, sequence.num_prompt_tokens - 1)
+        rows = [LogitsRow(first_token_idx + p - 1 - start, sequence, p) for p in range(first, last + 1)]
+    if chunk.reaches_end and sequence.max_tokens > 0:
+        rows.append(LogitsRow(first_token_idx + chunk.num_tokens - 1, sequence, None))
+    return rows

@@ -1,0 +1,136 @@
+"""Which tokens of which sequences run in the next step of one rank. Pure policy, no tensors.
+
+Order of service is order of arrival. Decodes come first, then prefill chunks within the token budget. When blocks run
+out the latest arrival gives its blocks back and is recomputed later; the earliest running sequence is never preempted,
+so every request ends. Nothing here can change a bit of any result.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass
+
+from moe_runtime.engine.block_manager import BlockManager
+from moe_runtime.engine.request import Request
+from moe_runtime.engine.sequence import Sequence
+
+__all__ = ["ScheduledChunk", "Scheduler", "SchedulerConfig"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of one rank's step.
+
+    Attributes:
+        max_num_seqs: Most sequences running at once.
+        max_num_batched_tokens: Most tokens in a step.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+    def __post_init__(self) -> None:
+        if self.max_num_seqs < 1:
+            raise ValueError(f"max_num_seqs ({self.max_num_seqs}) must be at least 1")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}), or running sequences could starve"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledChunk:
+    """The next ``num_tokens`` uncomputed tokens of a sequence."""
+
+    sequence: Sequence
+    num_tokens: int
+
+    @property
+    def reaches_end(self) -> bool:
+        """Whether the sequence's last token is in the chunk, so that the next one can be chosen."""
+        return self.num_tokens == self.sequence.num_uncomputed_tokens
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill over one rank's KV blocks."""
+
+    def __init__(self, config: SchedulerConfig, blocks: BlockManager) -> None:
+        self.config = config
+        self.blocks = blocks
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self._num_arrivals = 0
+
+    @property
+    def num_unfinished(self) -> int:
+        """Sequences waiting or running."""
+        return len(self.waiting) + len(self.running)
+
+    def add(self, request: Request) -> None:
+        """Queue all choices of a request."""
+        for choice_idx in range(request.params.n):
+            self.waiting.append(Sequence(request, choice_idx, self._num_arrivals))
+            self._num_arrivals += 1
+
+    def abort(self, request_id: str, choice_idx: int | None = None) -> None:
+        """Forget a request, or one choice of it; unknown ones are ignored."""
+        for queue in (self.waiting, self.running):
+            gone = [
+                s for s in queue if s.request_id == request_id and choice_idx in (None, s.choice_idx)
+            ]
+            for sequence in gone:
+                queue.remove(sequence)
+                self.blocks.free(sequence)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Take out a sequence that ended."""
+        self.running.remove(sequence)
+        self.blocks.free(sequence)
+
+    def schedule(self) -> list[ScheduledChunk]:
+        """Plan a step; sequences keep their state until the step has run, but for blocks and preemption."""
+        budget = self.config.max_num_batched_tokens
+        chunks: dict[int, ScheduledChunk] = {}
+        num_preemptions_before = self.num_preemptions
+        decodes_first = sorted(self.running, key=lambda s: (s.num_uncomputed_tokens > 1, s.arrival_idx))
+        for sequence in decodes_first:
+            num_tokens = min(sequence.num_uncomputed_tokens, budget)
+            if num_tokens == 0 or sequence not in self.running:
+                continue
+            while not self.blocks.grow(sequence, sequence.num_computed_tokens + num_tokens):
+                victim = self.running[-1]
+                self._preempt(victim)
+                dropped = chunks.pop(victim.arrival_idx, None)
+                budget += dropped.num_tokens if dropped else 0
+                if victim is sequence:
+                    break
+            else:
+                chunks[sequence.arrival_idx] = ScheduledChunk(sequence, num_tokens)
+                budget -= num_tokens
+        if self.num_preemptions == num_preemptions_before:
+            self._admit(chunks, budget)
+        return list(chunks.values())
+
+    def _admit(self, chunks: dict[int, ScheduledChunk], budget: int) -> None:
+        while self.waiting and budget > 0 and len(self.running) < self.config.max_num_seqs:
+            sequence = self.waiting[0]
+            # Room for all of it, not just this chunk, so that an admitted prefill is seldom preempted at once.
+            if self.blocks.num_blocks_for(sequence.num_tokens + 1) > self.blocks.num_free_blocks and self.running:
+                return
+            num_tokens = min(sequence.num_uncomputed_tokens, budget)
+            if not self.blocks.grow(sequence, num_tokens):
+                return
+            self.waiting.pop(0)
+            insort(self.running, sequence, key=lambda s: s.arrival_idx)
+            chunks[sequence.arrival_idx] = ScheduledChunk(sequence, num_tokens)
+            budget -= num_tokens
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Give back the blocks; keys and values are recomputed from all tokens so far when it runs again."""
+        self.running.remove(sequence)
+        self.blocks.free(sequence)
+        sequence.num_computed_tokens = 0
+        insort(self.waiting, sequence, key=lambda s: s.arrival_idx)
+        self.num_preemptions += 1

@@ -1,0 +1,59 @@
+"""One choice of a request while it is served. State is a few counters; the rest are properties. No tensors."""
+
+from __future__ import annotations
+
+from moe_runtime.engine.messages import TokenLogprobs
+from moe_runtime.engine.request import Request, choice_seed
+
+__all__ = ["Sequence"]
+
+
+class Sequence:
+    """A sequence on its rank.
+
+    Args:
+        request: The validated request.
+        choice_idx: Which of its choices.
+        arrival_idx: Position in the rank's order of arrival, the order of service.
+
+    Attributes:
+        token_ids: Prompt and output so far.
+        num_computed_tokens: Tokens whose keys and values are in the cache.
+        block_ids: KV blocks, in order of position.
+        prompt_logprobs: One entry per prompt token already scored; survives preemption.
+    """
+
+    def __init__(self, request: Request, choice_idx: int, arrival_idx: int) -> None:
+        assert request.params.seed is not None, "make_request sets the seed"
+        assert request.params.max_tokens is not None, "make_request sets max_tokens"
+        self.request_id = request.request_id
+        self.choice_idx = choice_idx
+        self.arrival_idx = arrival_idx
+        self.params = request.params
+        self.max_tokens = request.params.max_tokens
+        self.seed = choice_seed(request.params.seed, choice_idx)
+        self.num_prompt_tokens = len(request.prompt_ids)
+        self.token_ids: list[int] = list(request.prompt_ids)
+        self.num_computed_tokens = 0
+        self.block_ids: list[int] = []
+        self.prompt_logprobs: list[TokenLogprobs | None] = []
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens so far."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens so far."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens still to run before the next one can be chosen; 1 in decode."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """The prompt is scored with choice 0 alone: all choices share it."""
+        return self.params.prompt_logprobs is not None and self.choice_idx == 0

@@ -1,0 +1,83 @@
+"""The MLP of a layer: dense, or a mixture of experts spread over the expert-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from moe_runtime.comm.base import Dispatcher
+from moe_runtime.kernels.activation import swiglu
+from moe_runtime.kernels.combine import combine_slots
+from moe_runtime.kernels.gemm import PARTS, linear, pack_weight
+from moe_runtime.kernels.grouped_gemm import PackedExpert, expert_rows
+from moe_runtime.kernels.router import route, router_logits
+
+__all__ = ["DenseMLP", "MoE", "pack_expert"]
+
+
+def pack_expert(gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> PackedExpert:
+    """Pack one expert from ``[out, in]`` checkpoint tensors."""
+    return PackedExpert(
+        gate_up=pack_weight(torch.cat([gate, up]), PARTS["expert"]), down=pack_weight(down, PARTS["expert"])
+    )
+
+
+class DenseMLP:
+    """``down(silu(gate(x)) * up(x))`` over the rank's own tokens."""
+
+    def __init__(self, read: Callable[[str], torch.Tensor], dtype: torch.dtype) -> None:
+        self.gate_up = pack_weight(torch.cat([read("gate_proj"), read("up_proj")]), PARTS["column"])
+        self.down = pack_weight(read("down_proj"), PARTS["row"])
+        self.dtype = dtype
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """``[T, hidden]`` to ``[T, hidden]`` in the model dtype."""
+        return linear(swiglu(linear(x, self.gate_up, self.dtype)), self.down, self.dtype)
+
+
+class MoE:
+    """Router on the home rank, experts wherever they are placed, sum by slot on the home rank.
+
+    Args:
+        router: ``[num_experts, hidden]`` router weight.
+        experts: This rank's physical experts.
+        logical_to_physical: ``[num_experts]`` int64.
+        dispatcher: Moves rows; every rank takes part for every layer.
+        num_topk: Experts per token.
+        norm_topk_prob: Renormalise the chosen weights.
+    """
+
+    def __init__(
+        self,
+        router: torch.Tensor,
+        experts: Sequence[PackedExpert],
+        logical_to_physical: torch.Tensor,
+        dispatcher: Dispatcher,
+        num_topk: int,
+        norm_topk_prob: bool,
+    ) -> None:
+        self.router = pack_weight(router, PARTS["router"])
+        self.experts = experts
+        self.logical_to_physical = logical_to_physical
+        self.dispatcher = dispatcher
+        self.num_topk = num_topk
+        self.norm_topk_prob = norm_topk_prob
+
+    def __call__(self, x: torch.Tensor, tokens_per_rank: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the layer; a collective of all ranks, with zero tokens too.
+
+        Args:
+            x: ``[T, hidden]`` in the model dtype, tokens whose home is this rank.
+            tokens_per_rank: T of every rank.
+
+        Returns:
+            ``[T, hidden]`` in the model dtype, and the logical experts ``[T, K]`` int64 chosen.
+        """
+        topk_idx, topk_weights = route(router_logits(x, self.router), self.num_topk, self.norm_topk_prob)
+        physical_idx = self.logical_to_physical[topk_idx]
+        received = self.dispatcher.dispatch(x, physical_idx, topk_weights, tokens_per_rank)
+        rows = expert_rows(
+            received.x_ep_local, received.pairs.row, received.pairs.local_expert, received.weights, self.experts
+        )
+        return combine_slots(self.dispatcher.combine(rows, received)), topk_idx
