@@ -1,12 +1,12 @@
 """What a request is, and the one place where its fields are validated.
 
-Used by the HTTP front end and by the offline engine alike, before anything reaches a device. Imports no torch.
-A request's tokens and logprobs depend only on what this module describes: prompt ids, ``SamplingParams`` and seed.
+Used by the HTTP front end and by the offline engine alike, before anything reaches a device. Imports no
+torch. A request's tokens and logprobs depend only on what this module describes: prompt ids,
+``SamplingParams`` and seed.
 """
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -18,6 +18,8 @@ __all__ = [
     "MAX_CHOICES",
     "MAX_LOGPROBS",
     "MAX_STOP_STRINGS",
+    "MAX_STOP_STRING_CHARS",
+    "MAX_STOP_TOKEN_IDS",
     "SEED_MAX",
     "SEED_MIN",
     "Request",
@@ -53,7 +55,7 @@ class SamplingParams:
         stop: Strings that end the output; they are cut off the text unless ``include_stop_str_in_output``.
         stop_token_ids: Ids that end the output, beside the model's end-of-sequence ids.
         ignore_eos: Do not end on the model's end-of-sequence ids.
-        logprobs: Number of most likely alternatives returned with each output token; None returns no logprobs.
+        logprobs: Number of most likely alternatives returned with each output token; None is no logprobs.
         prompt_logprobs: The same for the prompt's tokens.
         forced_token_ids: Teacher forcing: these ids are the output, whatever the model prefers, and their
             logprobs are returned. Ends after the last one.
@@ -145,12 +147,16 @@ def validate_sampling(params: SamplingParams, limits: RequestLimits) -> None:
         if not isinstance(getattr(params, name), bool):
             raise _invalid(name, getattr(params, name), "must be true or false")
     _stop_strings(params.stop)
+    _list("stop_token_ids", params.stop_token_ids)
     if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise _invalid(
-            "stop_token_ids", f"{len(params.stop_token_ids)} ids", f"must have at most {MAX_STOP_TOKEN_IDS} ids"
+            "stop_token_ids",
+            f"{len(params.stop_token_ids)} ids",
+            f"must have at most {MAX_STOP_TOKEN_IDS} ids",
         )
     _token_ids("stop_token_ids", params.stop_token_ids, limits.vocab_size)
     if params.forced_token_ids is not None:
+        _list("forced_token_ids", params.forced_token_ids)
         if not params.forced_token_ids:
             raise _invalid("forced_token_ids", "[]", "must hold at least one id")
         _token_ids("forced_token_ids", params.forced_token_ids, limits.vocab_size)
@@ -162,6 +168,7 @@ def validate_prompt(prompt_ids: Sequence[int], limits: RequestLimits, *, param: 
     Raises:
         InvalidRequestError: naming field, value and rule.
     """
+    _list(param, prompt_ids)
     if len(prompt_ids) == 0:
         raise _invalid(param, "an empty prompt", "must have at least one token")
     if len(prompt_ids) > limits.max_total_tokens:
@@ -181,8 +188,10 @@ def make_request(
     limits: RequestLimits,
     *,
     prompt_param: str = "prompt",
+    fallback_seed: int | None = None,
 ) -> Request:
-    """Validate a request and resolve its defaults: ``max_tokens`` to the room left, ``seed`` to a random one.
+    """Validate a request and resolve its defaults: ``max_tokens`` to the room left, ``seed`` to
+    ``fallback_seed`` where given, else to a random one.
 
     Raises:
         InvalidRequestError: naming field, value and rule; nothing else has been changed.
@@ -197,43 +206,63 @@ def make_request(
         max_tokens = room
     if max_tokens > room or (max_tokens == 0 and params.prompt_logprobs is None):
         raise InvalidRequestError(
-            f"{prompt_param} has {len(prompt_ids)} tokens and max_tokens is {max_tokens}; the longest request, "
-            f"prompt and output together, is {limits.max_total_tokens} tokens",
+            f"{prompt_param} has {len(prompt_ids)} tokens and max_tokens is {max_tokens}; the longest "
+            f"request, prompt and output together, is {limits.max_total_tokens} tokens",
             param="max_tokens" if params.max_tokens is not None else prompt_param,
             code="context_length_exceeded",
         )
-    seed = params.seed if params.seed is not None else secrets.randbelow(2**63)
+    seed = params.seed if params.seed is not None else fallback_seed
+    if seed is None:
+        seed = secrets.randbelow(2**63)
     resolved = replace(params, max_tokens=max_tokens, seed=seed)
     return Request(request_id=request_id, prompt_ids=tuple(prompt_ids), params=resolved)
 
 
 def _invalid(name: str, value: object, rule: str) -> InvalidRequestError:
-    text = value if isinstance(value, str) else repr(value)
+    try:
+        text = value if isinstance(value, str) else repr(value)
+    except ValueError:  # an integer of more digits than Python prints
+        text = f"a value of type {type(value).__name__}"
     return InvalidRequestError(f"{name} ({text[:200]}) {rule}", param=name)
 
 
 def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
     bracket = "(" if open_low else "["
     rule = f"must be a number in {bracket}{low:g}, {high:g}]"
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
         raise _invalid(name, value, rule)
-    if value < low or value > high or (open_low and value == low):
+    if open_low and value == low:
         raise _invalid(name, value, rule)
 
 
 def _integer(name: str, value: Any, low: int, high: int | None) -> None:
-    rule = f"must be an integer of at least {low}" if high is None else f"must be an integer in [{low}, {high}]"
-    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+    rule = (
+        f"must be an integer of at least {low}" if high is None else f"must be an integer in [{low}, {high}]"
+    )
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int)
+        or value < low
+        or (high is not None and value > high)
+    ):
         raise _invalid(name, value, rule)
 
 
 def _token_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
+    _list(name, ids)
     for position, token_id in enumerate(ids):
         if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
             raise _invalid(f"{name}[{position}]", token_id, f"must be a token id in [0, {vocab_size})")
 
 
+def _list(name: str, values: object) -> None:
+    """A string is a sequence, too, but a list of its characters is not what anyone means."""
+    if isinstance(values, str | bytes) or not isinstance(values, Sequence):
+        raise _invalid(name, values, "must be a list")
+
+
 def _stop_strings(stop: Sequence[str]) -> None:
+    _list("stop", stop)
     if len(stop) > MAX_STOP_STRINGS:
         raise _invalid("stop", f"{len(stop)} strings", f"must have at most {MAX_STOP_STRINGS} strings")
     for text in stop:

@@ -1,0 +1,47 @@
+"""What the engine is told at start; composed into the command lines by ``moe_runtime.config``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["EngineConfig"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """The engine's settings.
+
+    Attributes:
+        model: Folder of a checkpoint, a hub id, or ``builtin``.
+        load_format: ``auto`` reads the checkpoint; ``dummy`` fills random weights from (tensor name, seed).
+        dtype: Model dtype; ``auto`` takes the checkpoint's.
+        max_model_len: Most tokens of prompt and output together; by default the model's own context length.
+        max_num_seqs: Most sequences that a rank runs at once.
+        max_num_batched_tokens: Most tokens that a rank runs in a step; longer prompts are run in chunks.
+        kv_cache_blocks: KV blocks of 64 tokens per rank; by default as many as the sequences need, up to 256 MiB.
+        invariance: ``topology``: a request's bits depend on nothing but the request, on any number of ranks.
+            ``batch``: the same for one fixed deployment, which leaves room for cheaper reductions.
+        seed: Seeds dummy weights, and the seeds given to requests that bring none; by default those are random.
+    """
+
+    model: str = "builtin"
+    load_format: Literal["auto", "dummy"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    kv_cache_blocks: int | None = None
+    invariance: Literal["topology", "batch"] = "topology"
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_blocks"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} ({value}) must be at least 1")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}), or running sequences could starve"
+            )

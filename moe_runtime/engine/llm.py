@@ -1,0 +1,294 @@
+"""Offline generation.
+
+Alone, one process runs the whole model. Under torchrun every rank makes the same ``LLM`` and the same calls; requests
+are spread over the ranks and every rank gets all results. Neither changes a bit of any result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from moe_runtime.comm.groups import RankGroup
+from moe_runtime.engine.config import EngineConfig
+from moe_runtime.engine.engine import Engine
+from moe_runtime.engine.kv_cache import KVCache, default_num_blocks
+from moe_runtime.engine.messages import SequenceOutput, TokenLogprobs
+from moe_runtime.engine.model_loader import LoadedModel, load_model, plan_model
+from moe_runtime.engine.request import Request, RequestLimits, SamplingParams, choice_seed, make_request
+from moe_runtime.engine.scheduler import SchedulerConfig
+from moe_runtime.engine.text import TextStream
+from moe_runtime.engine.tokenizer import Tokenizer
+from moe_runtime.errors import CheckpointError
+from moe_runtime.kernels.attention import BLOCK_SIZE
+
+__all__ = ["LLM", "CompletionOutput", "RequestOutput"]
+
+
+@dataclass(slots=True, kw_only=True)
+class CompletionOutput:
+    """One choice.
+
+    Attributes:
+        text: Text of the output, cut at the stop string; empty where the model has no tokenizer.
+        token_ids: Output ids, an end-of-sequence or stop token included.
+        logprobs: One entry per output token where asked for.
+        finish_reason: ``stop`` or ``length``.
+        stop_reason: Stop string or stop token id that ended it, None for an end-of-sequence id.
+        seed: Seed in force (unsigned 64-bit), which repeats this choice as choice 0 of a new request.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None
+    finish_reason: str
+    stop_reason: str | int | None
+    seed: int
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestOutput:
+    """A finished request: its prompt ids, prompt logprobs where asked for, and its choices in order."""
+
+    prompt_ids: tuple[int, ...]
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None
+    outputs: list[CompletionOutput]
+
+
+class LLM:
+    """A loaded model to call.
+
+    Args:
+        model: Folder of a checkpoint, a hub id, or ``builtin``.
+        group: The ranks; by default this process alone.
+        on_progress: Told (tensor elements loaded, in total) while loading.
+        **options: Further fields of ``EngineConfig``.
+
+    Raises:
+        CheckpointError, ValueError, InvarianceError: As loading does.
+    """
+
+    def __init__(
+        self,
+        model: str = "builtin",
+        *,
+        group: RankGroup | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
+        **options: str | int | None,
+    ) -> None:
+        self.config = msgspec.convert({"model": model, **options}, EngineConfig)
+        self.group = group or RankGroup()
+        plan = plan_model(self.config)
+        self.model: LoadedModel = load_model(plan, self.config, self.group, on_progress=on_progress)
+        try:
+            self.tokenizer: Tokenizer | None = Tokenizer.from_dir(plan.model_dir)
+        except CheckpointError:
+            # Token ids in, token ids out needs no tokenizer; text prompts are refused where there is none.
+            self.tokenizer = None
+        self._start_engine()
+
+    def _start_engine(self) -> None:
+        plan = self.model.plan
+        num_blocks = self.config.kv_cache_blocks or default_num_blocks(
+            plan.config, plan.torch_dtype, self.config.max_num_seqs, plan.max_model_len
+        )
+        self.limits = RequestLimits(
+            vocab_size=plan.config.vocab_size,
+            max_model_len=plan.max_model_len,
+            max_kv_tokens=num_blocks * BLOCK_SIZE,
+        )
+        self.engine = Engine(
+            self.model.decoder,
+            KVCache(plan.config, num_blocks, plan.torch_dtype),
+            num_blocks,
+            SchedulerConfig(
+                max_num_seqs=self.config.max_num_seqs,
+                max_num_batched_tokens=self.config.max_num_batched_tokens,
+            ),
+            self.group,
+        )
+
+    def reconfigure(
+        self,
+        *,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        kv_cache_blocks: int | None = None,
+    ) -> None:
+        """Start a fresh engine with other limits around the same weights; None keeps a limit. All ranks alike."""
+        config = self.config
+        self.config = replace(
+            config,
+            max_num_seqs=max_num_seqs or config.max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens or config.max_num_batched_tokens,
+            kv_cache_blocks=kv_cache_blocks or config.kv_cache_blocks,
+        )
+        self._start_engine()
+
+    def generate(
+        self,
+        prompts: SequenceOf[str | SequenceOf[int]],
+        params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        *,
+        ranks: SequenceOf[int] | None = None,
+        arrival_steps: SequenceOf[int] | None = None,
+        on_finished: Callable[[int], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Run requests to their end; under torchrun a collective of all ranks with equal arguments.
+
+        Args:
+            prompts: Texts or token ids.
+            params: For all prompts, or one per prompt.
+            ranks: Rank that serves each prompt; by default they take turns.
+            arrival_steps: Step at which each prompt arrives; by default all at the first.
+            on_finished: Told the number of this rank's prompts that have finished.
+
+        Returns:
+            One result per prompt, in order, on every rank.
+
+        Raises:
+            InvalidRequestError: a prompt or a parameter breaks a rule; nothing has run.
+        """
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise ValueError(f"params ({len(params)}) must be one, or as many as prompts ({len(prompts)})")
+        requests = [
+            make_request(str(i), self._token_ids(prompt), p, self.limits, fallback_seed=self._fallback_seed(i))
+            for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))
+        ]
+        owner = list(ranks) if ranks is not None else [i % self.group.size for i in range(len(prompts))]
+        arrival = list(arrival_steps) if arrival_steps is not None else [0] * len(prompts)
+        mine = sorted(
+            (arrival[i], i) for i in range(len(prompts)) if owner[i] % self.group.size == self.group.rank
+        )
+        finished = self._run([(step, requests[i]) for step, i in mine], on_finished)
+        gathered = self.group.all_gather_bytes(msgspec.msgpack.encode(finished))
+        by_id: dict[str, RequestOutput] = {}
+        for data in gathered:
+            by_id |= msgspec.msgpack.decode(data, type=dict[str, RequestOutput])
+        return [by_id[request.request_id] for request in requests]
+
+    def chat(
+        self,
+        conversations: SequenceOf[SequenceOf[dict[str, str]]],
+        params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """``generate`` on conversations rendered with the model's chat template."""
+        if self.tokenizer is None:
+            raise ValueError(f"{self.model.plan.model_dir} has no tokenizer, so it has no chat template")
+        prompts = [
+            self.tokenizer.encode(self.tokenizer.apply_chat_template(list(c)), add_special_tokens=False)
+            for c in conversations
+        ]
+        return self.generate(prompts, params)
+
+    def _fallback_seed(self, index: int) -> int | None:
+        return None if self.config.seed is None else choice_seed(self.config.seed, index + 1) >> 1
+
+    def _token_ids(self, prompt: str | SequenceOf[int]) -> SequenceOf[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        if self.tokenizer is None:
+            raise ValueError(f"{self.model.plan.model_dir} has no tokenizer; give prompts as token ids")
+        return self.tokenizer.encode(prompt, add_special_tokens=True)
+
+    def _run(
+        self, arrivals: list[tuple[int, Request]], on_finished: Callable[[int], None] | None
+    ) -> dict[str, RequestOutput]:
+        """Step with all ranks until nothing is left anywhere; returns this rank's results."""
+        collectors = {request.request_id: _Collector(request, self.tokenizer) for _, request in arrivals}
+        pending = list(reversed(arrivals))
+        step = 0
+        num_finished = 0
+        while True:
+            while pending and pending[-1][0] <= step:
+                self.engine.add_request(pending.pop()[1])
+            view, outputs = self.engine.step(num_pending=len(pending))
+            step += 1
+            for output in outputs:
+                collector = collectors[output.request_id]
+                if collector.add(output):
+                    self.engine.abort(output.request_id, output.choice_idx)
+            if on_finished is not None:
+                num_finished = sum(collector.is_finished for collector in collectors.values())
+                on_finished(num_finished)
+            if view.may_sleep:
+                return {request_id: collector.result() for request_id, collector in collectors.items()}
+
+
+class _Collector:
+    """Gathers a request's outputs."""
+
+    def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
+        self.request = request
+        self.prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+        self.choices = [_Choice(request, i, tokenizer) for i in range(request.params.n)]
+
+    @property
+    def is_finished(self) -> bool:
+        return all(choice.finish_reason is not None for choice in self.choices)
+
+    def add(self, output: SequenceOutput) -> bool:
+        """Take an output; True when the choice met a stop string and is to be aborted in the engine."""
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
+        return self.choices[output.choice_idx].add(output)
+
+    def result(self) -> RequestOutput:
+        return RequestOutput(
+            prompt_ids=self.request.prompt_ids,
+            prompt_logprobs=self.prompt_logprobs,
+            outputs=[choice.result() for choice in self.choices],
+        )
+
+
+class _Choice:
+    """One choice while it grows."""
+
+    def __init__(self, request: Request, choice_idx: int, tokenizer: Tokenizer | None) -> None:
+        self.params = request.params
+        assert request.params.seed is not None, "make_request sets the seed"
+        self.seed = choice_seed(request.params.seed, choice_idx)
+        self.stream = TextStream(tokenizer, request.prompt_ids, request.params) if tokenizer else None
+        self.text: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+
+    def add(self, output: SequenceOutput) -> bool:
+        if self.finish_reason is not None:
+            return False
+        num_tokens = len(output.token_ids)
+        if self.stream is not None:
+            delta = self.stream.push(output.token_ids, ends_with_stop_token=output.finish_reason == "stop")
+            self.text.append(delta.text)
+            num_tokens = delta.num_tokens
+            if delta.stop is not None:
+                self.finish_reason, self.stop_reason = "stop", delta.stop
+        self.token_ids.extend(output.token_ids[:num_tokens])
+        self.logprobs.extend((output.logprobs or ())[:num_tokens])
+        if self.finish_reason is not None:
+            return output.finish_reason is None
+        self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
+        return False
+
+    def result(self) -> CompletionOutput:
+        if self.stream is not None:
+            last = self.stream.finish()
+            self.text.append(last.text)
+            if last.stop is not None:
+                self.finish_reason, self.stop_reason = "stop", last.stop
+        assert self.finish_reason is not None, "a choice has not finished"
+        return CompletionOutput(
+            text="".join(self.text),
+            token_ids=tuple(self.token_ids),
+            logprobs=tuple(self.logprobs) if self.params.logprobs is not None else None,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            seed=self.seed,
+        )

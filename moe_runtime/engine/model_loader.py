@@ -1,0 +1,204 @@
+"""From a checkpoint to a decoder on one rank, with the start-up self-check."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from moe_runtime.comm.collective import CollectiveDispatcher
+from moe_runtime.comm.groups import RankGroup
+from moe_runtime.engine.config import EngineConfig
+from moe_runtime.engine.expert_weights import is_local, make_moe
+from moe_runtime.eplb.placement import ExpertPlacement, contiguous_placement
+from moe_runtime.errors import CheckpointError, InvarianceError
+from moe_runtime.kernels.audit import AuditReport, audit_shapes
+from moe_runtime.layers.decoder import Decoder
+from moe_runtime.models.checkpoint import Checkpoint
+from moe_runtime.models.dummy_checkpoint import DummyCheckpoint
+from moe_runtime.models.model_config import Dtype, ModelConfig, TensorSpec
+from moe_runtime.models.registry import load_model_config, tensor_specs
+from moe_runtime.models.resolve import resolve_model
+from moe_runtime.models.tensor_source import TensorSource
+
+__all__ = ["NUMERICS_VERSION", "LoadedModel", "ModelPlan", "load_model", "plan_model"]
+
+NUMERICS_VERSION = 1
+"""Raised whenever a tree or a rounding changes, so that results of two versions can differ."""
+
+_DTYPES: dict[Dtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelPlan:
+    """What is known of a model before its weights are read.
+
+    Attributes:
+        model_dir: Folder with configuration and tokenizer.
+        config: The model.
+        dtype: Model dtype in force.
+        max_model_len: Context length in force, in tokens.
+    """
+
+    model_dir: Path
+    config: ModelConfig
+    dtype: Dtype
+    max_model_len: int
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype as torch names it."""
+        return _DTYPES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model on one rank.
+
+    Attributes:
+        plan: What was known before.
+        decoder: Runs it.
+        fingerprint: Digest of checkpoint, dtype, numerics version and device architecture: equal fingerprints mean
+            equal bits.
+        audit: What the start-up self-check found.
+    """
+
+    plan: ModelPlan
+    decoder: Decoder
+    fingerprint: str
+    audit: AuditReport
+
+
+def plan_model(engine_config: EngineConfig) -> ModelPlan:
+    """Read a model's configuration and settle dtype and context length.
+
+    Raises:
+        CheckpointError: the checkpoint's configuration is missing or uses something not implemented.
+        ValueError: the settings do not fit the model.
+    """
+    model_dir = resolve_model(engine_config.model)
+    config = load_model_config(model_dir)
+    max_model_len = engine_config.max_model_len or config.max_position_embeddings
+    if max_model_len > config.max_position_embeddings:
+        raise ValueError(
+            f"max_model_len ({max_model_len}) must be at most the model's max_position_embeddings "
+            f"({config.max_position_embeddings})"
+        )
+    dtype = config.dtype if engine_config.dtype == "auto" else engine_config.dtype
+    return ModelPlan(model_dir=model_dir, config=config, dtype=dtype, max_model_len=max_model_len)
+
+
+def load_model(
+    plan: ModelPlan,
+    engine_config: EngineConfig,
+    group: RankGroup,
+    *,
+    on_progress: Callable[[int, int], None] | None = None,
+    placement: ExpertPlacement | None = None,
+) -> LoadedModel:
+    """Read this rank's weights, pack them, and prove on this machine that their shapes are position invariant.
+
+    Args:
+        plan: From ``plan_model``.
+        engine_config: Load format and seed.
+        group: The expert-parallel group; ranks need not be in step here.
+        on_progress: Told (bytes done, bytes in total).
+        placement: Where the experts of every layer are; by default consecutive ids.
+
+    Raises:
+        CheckpointError: a tensor is missing, unexpected, mis-shaped, unindexed or truncated.
+        InvarianceError: the self-check failed.
+    """
+    config, dtype = plan.config, plan.torch_dtype
+    placement = placement or contiguous_placement(config.num_experts, group.size)
+    specs = tensor_specs(config)
+    by_place = {(spec.role, spec.layer_idx, spec.logical_expert_id): spec for spec in specs}
+    wanted = [spec for spec in specs if is_local(spec, placement, group.rank)]
+    dispatcher = CollectiveDispatcher(group, placement.first_expert, config.num_experts_per_tok)
+    with _open(plan, engine_config, specs) as source:
+        progress = _Progress(wanted, on_progress)
+
+        def read(role: str, layer_idx: int | None, expert_id: int | None = None) -> torch.Tensor:
+            spec = by_place[role, layer_idx, expert_id]
+            tensor = source.read(spec)
+            progress.add(spec)
+            # Weights count in the model dtype; packing to fp32 is exact from there.
+            return tensor.to(dtype)
+
+        decoder = Decoder(
+            config,
+            read,
+            lambda layer_idx: make_moe(
+                config, placement, group.rank, dispatcher, lambda role, expert: read(role, layer_idx, expert)
+            ),
+            dtype,
+            plan.max_model_len,
+        )
+        checkpoint_fingerprint = source.fingerprint()
+        source.close(expected=wanted)
+    audit = audit_shapes(_gemm_shapes(config), config.head_dim, config.hidden_size, config.vocab_size)
+    if audit.failures:
+        raise InvarianceError(
+            "the start-up self-check failed on this machine, so requests could change each other's bits: "
+            + "; ".join(audit.failures)
+        )
+    identity = f"{checkpoint_fingerprint} {plan.dtype} {NUMERICS_VERSION} cpu-{platform.machine()}"
+    return LoadedModel(
+        plan=plan,
+        decoder=decoder,
+        fingerprint=hashlib.sha256(identity.encode()).hexdigest()[:16],
+        audit=audit,
+    )
+
+
+class _Progress:
+    """Counts bytes as the decoder asks for its tensors."""
+
+    def __init__(self, wanted: Sequence[TensorSpec], report: Callable[[int, int], None] | None) -> None:
+        self.total_bytes = sum(_num_elements(spec) for spec in wanted)
+        self.done_bytes = 0
+        self.report = report
+
+    def add(self, spec: TensorSpec) -> None:
+        self.done_bytes += _num_elements(spec)
+        if self.report is not None:
+            self.report(self.done_bytes, self.total_bytes)
+
+
+def _num_elements(spec: TensorSpec) -> int:
+    count = 1
+    for length in spec.shape:
+        count *= length
+    return count
+
+
+def _open(plan: ModelPlan, engine_config: EngineConfig, specs: Sequence[TensorSpec]) -> TensorSource:
+    if engine_config.load_format == "dummy":
+        return DummyCheckpoint(specs, plan.dtype, engine_config.seed or 0)
+    if plan.model_dir.joinpath("config.json").exists():
+        return Checkpoint(plan.model_dir, specs)
+    raise CheckpointError(f"{plan.model_dir} has no config.json")
+
+
+def _gemm_shapes(config: ModelConfig) -> list[tuple[int, int, str]]:
+    """(K, N, role) of every GEMM that the model runs."""
+    heads, kv_heads = config.num_attention_heads, config.num_kv_heads
+    hidden, head_dim = config.hidden_size, config.head_dim
+    shapes = [
+        (hidden, (heads + 2 * kv_heads) * head_dim, "column"),
+        (heads * head_dim, hidden, "row"),
+        (hidden, config.vocab_size, "lm_head"),
+    ]
+    if config.moe_layer_ids:
+        shapes += [
+            (hidden, config.num_experts, "router"),
+            (hidden, 2 * config.moe_intermediate_size, "expert"),
+            (config.moe_intermediate_size, hidden, "expert"),
+        ]
+    if len(config.moe_layer_ids) < config.num_layers:
+        shapes += [(hidden, 2 * config.intermediate_size, "column"), (config.intermediate_size, hidden, "row")]
+    return shapes
