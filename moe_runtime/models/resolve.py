@@ -34,7 +34,7 @@ def resolve_model(model: str) -> Path:
     path = Path(model).expanduser()
     if model and path.is_dir():
         return path
-    if path.exists():
+    if model and path.exists():
         raise CheckpointError(f"model ({model!r}) must be a directory, {BUILTIN!r} or a hub id, not a file")
     if not _is_hub_id(model):
         raise CheckpointError(
