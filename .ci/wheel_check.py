@@ -23,6 +23,8 @@ def main(dist_dir: str, site_dir: str) -> int:
     package = importlib.import_module("moe_runtime")
     failures, num_imported = [], 0
     for info in pkgutil.walk_packages(package.__path__, "moe_runtime."):
+        if info.name.endswith("__main__"):
+            continue
         try:
             module = importlib.import_module(info.name)
         except ModuleNotFoundError as error:

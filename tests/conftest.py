@@ -11,8 +11,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 
 import pytest
+from hypothesis import settings
 
 from tests.ranks import run_ranks, shutdown_ranks
+
+# The same examples in every run, and no verdict by the clock.
+settings.register_profile("repository", derandomize=True, deadline=None, database=None)
+settings.load_profile("repository")
 
 
 @pytest.hookimpl(tryfirst=True)
