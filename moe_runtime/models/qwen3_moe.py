@@ -83,10 +83,10 @@ def _sliding_window(fields: ConfigFields) -> int | None:
     if not fields.boolean("use_sliding_window", default=False):
         return None
     if first_window_layer:
-        # Releases of the reference differ here: 4.51 leaves the layers below it full, 5.24 does not read it.
+        # In the dense Qwen models the layers below it stay full; the reference of this one does not read it.
         raise fields.refuse(
             "max_window_layers",
-            "must be 0 or absent where use_sliding_window is true: releases of the reference implementation "
-            "disagree on which layers then have the window",
+            "must be 0 or absent where use_sliding_window is true: implementations disagree on which layers "
+            "then have the window",
         )
     return window if "sliding_window" in fields.raw else 4096

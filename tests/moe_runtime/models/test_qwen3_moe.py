@@ -135,7 +135,7 @@ def test_an_absent_window_width_is_the_class_default(published: Callable[..., di
     assert import_module("transformers").Qwen3MoeConfig(use_sliding_window=True).sliding_window == 4096
 
 
-def test_a_partly_windowed_model_is_refused_because_the_reference_changed_its_meaning(
+def test_a_partly_windowed_model_is_refused_because_implementations_disagree(
     parse: Callable[..., ModelConfig],
 ) -> None:
     with pytest.raises(CheckpointError, match=r"max_window_layers \(24\) must be 0 or absent"):
