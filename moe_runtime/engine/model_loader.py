@@ -15,7 +15,7 @@ from moe_runtime.comm.groups import RankGroup
 from moe_runtime.engine.config import EngineConfig
 from moe_runtime.engine.expert_weights import is_local, make_moe
 from moe_runtime.eplb.placement import ExpertPlacement, contiguous_placement
-from moe_runtime.errors import CheckpointError, InvarianceError
+from moe_runtime.errors import InvarianceError
 from moe_runtime.kernels.audit import AuditReport, audit_shapes
 from moe_runtime.layers.decoder import Decoder
 from moe_runtime.models.checkpoint import Checkpoint
@@ -42,12 +42,15 @@ class ModelPlan:
         config: The model.
         dtype: Model dtype in force.
         max_model_len: Context length in force, in tokens.
+        fingerprint: Digest of checkpoint, dtype, numerics version and device architecture: equal fingerprints mean
+            equal bits.
     """
 
     model_dir: Path
     config: ModelConfig
     dtype: Dtype
     max_model_len: int
+    fingerprint: str
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -62,22 +65,20 @@ class LoadedModel:
     Attributes:
         plan: What was known before.
         decoder: Runs it.
-        fingerprint: Digest of checkpoint, dtype, numerics version and device architecture: equal fingerprints mean
-            equal bits.
         audit: What the start-up self-check found.
     """
 
     plan: ModelPlan
     decoder: Decoder
-    fingerprint: str
     audit: AuditReport
 
 
 def plan_model(engine_config: EngineConfig) -> ModelPlan:
-    """Read a model's configuration and settle dtype and context length.
+    """Read a model's configuration and file headers, and settle dtype and context length. Reads no weights.
 
     Raises:
-        CheckpointError: the checkpoint's configuration is missing or uses something not implemented.
+        CheckpointError: the checkpoint's configuration is missing or uses something not implemented, or a tensor is
+            missing, unexpected, mis-shaped, unindexed or truncated.
         ValueError: the settings do not fit the model.
     """
     model_dir = resolve_model(engine_config.model)
@@ -89,7 +90,15 @@ def plan_model(engine_config: EngineConfig) -> ModelPlan:
             f"({config.max_position_embeddings})"
         )
     dtype = config.dtype if engine_config.dtype == "auto" else engine_config.dtype
-    return ModelPlan(model_dir=model_dir, config=config, dtype=dtype, max_model_len=max_model_len)
+    with _open(model_dir, dtype, engine_config, tensor_specs(config)) as source:
+        identity = f"{source.fingerprint()} {dtype} {NUMERICS_VERSION} cpu-{platform.machine()}"
+    return ModelPlan(
+        model_dir=model_dir,
+        config=config,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        fingerprint=hashlib.sha256(identity.encode()).hexdigest()[:16],
+    )
 
 
 def load_model(
@@ -119,7 +128,7 @@ def load_model(
     by_place = {(spec.role, spec.layer_idx, spec.logical_expert_id): spec for spec in specs}
     wanted = [spec for spec in specs if is_local(spec, placement, group.rank)]
     dispatcher = CollectiveDispatcher(group, placement.first_expert, config.num_experts_per_tok)
-    with _open(plan, engine_config, specs) as source:
+    with _open(plan.model_dir, plan.dtype, engine_config, specs) as source:
         progress = _Progress(wanted, on_progress)
 
         def read(role: str, layer_idx: int | None, expert_id: int | None = None) -> torch.Tensor:
@@ -138,7 +147,6 @@ def load_model(
             dtype,
             plan.max_model_len,
         )
-        checkpoint_fingerprint = source.fingerprint()
         source.close(expected=wanted)
     audit = audit_shapes(_gemm_shapes(config), config.head_dim, config.hidden_size, config.vocab_size)
     if audit.failures:
@@ -146,13 +154,7 @@ def load_model(
             "the start-up self-check failed on this machine, so requests could change each other's bits: "
             + "; ".join(audit.failures)
         )
-    identity = f"{checkpoint_fingerprint} {plan.dtype} {NUMERICS_VERSION} cpu-{platform.machine()}"
-    return LoadedModel(
-        plan=plan,
-        decoder=decoder,
-        fingerprint=hashlib.sha256(identity.encode()).hexdigest()[:16],
-        audit=audit,
-    )
+    return LoadedModel(plan=plan, decoder=decoder, audit=audit)
 
 
 class _Progress:
@@ -176,12 +178,12 @@ def _num_elements(spec: TensorSpec) -> int:
     return count
 
 
-def _open(plan: ModelPlan, engine_config: EngineConfig, specs: Sequence[TensorSpec]) -> TensorSource:
+def _open(
+    model_dir: Path, dtype: Dtype, engine_config: EngineConfig, specs: Sequence[TensorSpec]
+) -> TensorSource:
     if engine_config.load_format == "dummy":
-        return DummyCheckpoint(specs, plan.dtype, engine_config.seed or 0)
-    if plan.model_dir.joinpath("config.json").exists():
-        return Checkpoint(plan.model_dir, specs)
-    raise CheckpointError(f"{plan.model_dir} has no config.json")
+        return DummyCheckpoint(specs, dtype, engine_config.seed or 0)
+    return Checkpoint(model_dir, specs)
 
 
 def _gemm_shapes(config: ModelConfig) -> list[tuple[int, int, str]]:
@@ -200,5 +202,8 @@ def _gemm_shapes(config: ModelConfig) -> list[tuple[int, int, str]]:
             (config.moe_intermediate_size, hidden, "expert"),
         ]
     if len(config.moe_layer_ids) < config.num_layers:
-        shapes += [(hidden, 2 * config.intermediate_size, "column"), (config.intermediate_size, hidden, "row")]
+        shapes += [
+            (hidden, 2 * config.intermediate_size, "column"),
+            (config.intermediate_size, hidden, "row"),
+        ]
     return shapes

@@ -1,0 +1,53 @@
+"""Process groups from torchrun's environment; without it, one rank."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from moe_runtime.comm.groups import RankGroup
+
+__all__ = ["close_ranks", "init_ranks"]
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=5)
+
+
+def init_ranks() -> RankGroup:
+    """Join the expert-parallel group; one thread per rank.
+
+    Reads RANK, WORLD_SIZE and the rendezvous address as torchrun sets them.
+
+    Raises:
+        ValueError: the environment is incomplete or contradicts itself.
+    """
+    torch.set_num_threads(1)
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        return RankGroup()
+    rank, size = _integer("RANK"), _integer("WORLD_SIZE")
+    if not 0 <= rank < size:
+        raise ValueError(f"RANK ({rank}) must be in [0, WORLD_SIZE) with WORLD_SIZE ({size})")
+    if size == 1:
+        return RankGroup()
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if name not in os.environ:
+            raise ValueError(f"{name} must be set where WORLD_SIZE ({size}) is above 1; torchrun sets it")
+    dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
+    return RankGroup(rank=rank, size=size)
+
+
+def close_ranks(group: RankGroup) -> None:
+    """Leave the group together: a rank that goes while another still reads from it would look like a failure."""
+    if group.size > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _integer(name: str) -> int:
+    text = os.environ.get(name, "")
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name} ({text!r}) must be an integer; torchrun sets it") from None

@@ -1,0 +1,69 @@
+"""Starts the HTTP front end as a child of local rank 0 and watches it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+
+from moe_runtime.server.config import ServerConfig, encode_config
+
+__all__ = ["FrontEndProcess"]
+
+
+class FrontEndProcess:
+    """The child process. It binds the HTTP port before anything slow happens, so a port in use is found at once.
+
+    Args:
+        config: Handed to the child as the first line of its standard input, which stays open: the child takes its
+            end as this process's death.
+
+    Raises:
+        ChildFailedError: the child ended before it could listen; its message is on standard error.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "moe_runtime.server"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # a terminal's Ctrl-C reaches it through this process alone
+        )
+        assert self._process.stdin is not None, "stdin is a pipe"
+        assert self._process.stdout is not None, "stdout is a pipe"
+        self._process.stdin.write(encode_config(config))
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise ChildFailedError(self._process.wait())
+        announcement = json.loads(line)
+        self.endpoint: str = announcement["zmq"]
+        self.port: int = announcement["port"]
+
+    def is_alive(self) -> bool:
+        """Whether the child still runs."""
+        return self._process.poll() is None
+
+    def forward(self, signum: signal.Signals) -> None:
+        """Pass a signal on; the child drains at the first SIGTERM and aborts at the second."""
+        if self.is_alive():
+            self._process.send_signal(signum)
+
+    def close(self) -> int:
+        """Let the child go (its standard input ends) and return its exit code; it is killed after 10 s."""
+        assert self._process.stdin is not None, "stdin is a pipe"
+        self._process.stdin.close()
+        try:
+            return self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
+
+class ChildFailedError(Exception):
+    """The front end could not start; holds its exit code."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(f"the HTTP front end ended with exit code {exit_code} before it could listen")
+        self.exit_code = exit_code

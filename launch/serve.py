@@ -1,0 +1,212 @@
+"""Starts a serving rank: front end (on rank 0) before weights, then model, self-check and the rank's loop.
+
+Exit codes: 0 drained, 1 fault, 2 usage or configuration, 3 does not fit in memory, 4 self-check failed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Sequence
+from types import FrameType
+
+import msgspec
+
+from moe_runtime.comm.groups import RankGroup
+from moe_runtime.comm.multiple_reduction import resolve_multiple_reduction
+from moe_runtime.config import ServeConfig
+from moe_runtime.engine.engine import Engine
+from moe_runtime.engine.kv_cache import KVCache, default_num_blocks
+from moe_runtime.engine.model_loader import NUMERICS_VERSION, ModelPlan, load_model, plan_model
+from moe_runtime.engine.request import RequestLimits
+from moe_runtime.engine.scheduler import SchedulerConfig
+from moe_runtime.eplb.placement import contiguous_placement
+from moe_runtime.errors import CapacityError, CheckpointError, InvarianceError
+from moe_runtime.kernels.attention import BLOCK_SIZE
+from moe_runtime.launch.cli import (
+    EXIT_FAULT,
+    EXIT_NO_FIT,
+    EXIT_OK,
+    EXIT_SELF_CHECK,
+    EXIT_USAGE,
+    parse_config,
+    usage_error,
+)
+from moe_runtime.launch.distributed import close_ranks, init_ranks
+from moe_runtime.launch.front_end import ChildFailedError, FrontEndProcess
+from moe_runtime.launch.logs import setup_logging
+from moe_runtime.launch.progress import progress_bar
+from moe_runtime.launch.rank_service import RankService
+from moe_runtime.server.config import ServerConfig
+
+__all__ = ["main"]
+
+logger = logging.getLogger(__name__)
+
+SIGNAL_DEBOUNCE_S = 0.5
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Serve until drained. Returns the exit code."""
+    start_s = time.monotonic()
+    config = parse_config(ServeConfig, args, prog="moe_runtime.serve")
+    try:
+        setup_logging(int(os.environ.get("RANK", "0")))
+        group = init_ranks()
+        plan = plan_model(config.engine)
+    except (CheckpointError, ValueError) as error:
+        usage_error(str(error))
+    num_blocks = config.engine.kv_cache_blocks or default_num_blocks(
+        plan.config, plan.torch_dtype, config.engine.max_num_seqs, plan.max_model_len
+    )
+    front_end: FrontEndProcess | None = None
+    greeting = _Greeting(identity=f"{plan.fingerprint} {config.engine}")
+    if group.rank == 0:
+        try:
+            front_end = FrontEndProcess(_server_config(config, plan, num_blocks, group))
+            greeting = msgspec.structs.replace(greeting, endpoint=front_end.endpoint, port=front_end.port)
+        except ChildFailedError as error:
+            logger.error("%s", error)
+            greeting = msgspec.structs.replace(greeting, exit_code=error.exit_code or EXIT_FAULT)
+    greetings = [
+        msgspec.msgpack.decode(data, type=_Greeting)
+        for data in group.all_gather_bytes(msgspec.msgpack.encode(greeting))
+    ]
+    if greetings[0].exit_code:
+        close_ranks(group)
+        return greetings[0].exit_code
+    for rank, other in enumerate(greetings):
+        if other.identity != greetings[0].identity:
+            logger.error(
+                "rank %d was started with other flags or another checkpoint than rank 0: %s against %s",
+                rank,
+                other.identity,
+                greetings[0].identity,
+            )
+            close_ranks(group)
+            return EXIT_USAGE
+    try:
+        return _serve(config, plan, num_blocks, group, front_end, greetings[0], start_s)
+    finally:
+        if front_end is not None:
+            front_end.close()
+
+
+class _Greeting(msgspec.Struct, frozen=True, kw_only=True):
+    """What ranks tell each other before loading."""
+
+    identity: str
+    endpoint: str = ""
+    port: int = 0
+    exit_code: int = 0
+
+
+def _serve(
+    config: ServeConfig,
+    plan: ModelPlan,
+    num_blocks: int,
+    group: RankGroup,
+    front_end: FrontEndProcess | None,
+    greeting: _Greeting,
+    start_s: float,
+) -> int:
+    try:
+        with progress_bar("loading weights", shown=group.rank == 0) as on_progress:
+            model = load_model(plan, config.engine, group, on_progress=on_progress)
+        kv_cache = KVCache(plan.config, num_blocks, plan.torch_dtype)
+    except InvarianceError as error:
+        logger.error("%s", error)
+        return EXIT_SELF_CHECK
+    except (CapacityError, MemoryError) as error:
+        logger.error("the model does not fit: %s", error)
+        return EXIT_NO_FIT
+    logger.info("self-check passed: %d comparisons, equal bits", model.audit.num_comparisons)
+    engine = Engine(
+        model.decoder,
+        kv_cache,
+        num_blocks,
+        SchedulerConfig(
+            max_num_seqs=config.engine.max_num_seqs,
+            max_num_batched_tokens=config.engine.max_num_batched_tokens,
+        ),
+        group,
+    )
+    info: dict[str, str | int | float | bool | None] = {
+        "num_kv_blocks": num_blocks,
+        "num_local_experts": len(
+            contiguous_placement(plan.config.num_experts, group.size).local_logical_experts(group.rank)
+        ),
+        "num_self_check_comparisons": model.audit.num_comparisons,
+        "start_s": round(time.monotonic() - start_s, 2),
+    }
+    service = RankService(
+        engine, group.rank, greeting.endpoint, info, front_end.is_alive if front_end else lambda: True
+    )
+    _install_signal_handlers(front_end)
+    if group.rank == 0:
+        logger.info("serving on http://%s:%d", config.http.host, greeting.port)
+    try:
+        service.run()
+    except RuntimeError:
+        logger.exception("rank %d stops", group.rank)
+        return EXIT_FAULT
+    finally:
+        service.close()
+    close_ranks(group)
+    return EXIT_OK
+
+
+def _server_config(config: ServeConfig, plan: ModelPlan, num_blocks: int, group: RankGroup) -> ServerConfig:
+    level = config.engine.invariance
+    reduction = resolve_multiple_reduction(
+        level, num_redundant_experts=0, rearrangement=False, transport_can=False
+    )
+    logger.info("multiple_reduction %s: %s", "on" if reduction.enabled else "off", reduction.reason)
+    return ServerConfig(
+        host=config.http.host,
+        port=config.http.port,
+        served_model_name=config.http.served_model_name or config.engine.model.rstrip("/"),
+        model_dir=str(plan.model_dir),
+        limits=RequestLimits(
+            vocab_size=plan.config.vocab_size,
+            max_model_len=plan.max_model_len,
+            max_kv_tokens=num_blocks * BLOCK_SIZE,
+        ),
+        world_size=group.size,
+        api_key=config.http.api_key,
+        drain_timeout_s=config.http.drain_timeout_s,
+        heartbeat_timeout_s=config.http.heartbeat_timeout_s,
+        info={
+            "system_fingerprint": f"fp_{plan.fingerprint}",
+            "invariance": level,
+            "multiple_reduction": reduction.enabled,
+            "multiple_reduction_reason": reduction.reason,
+            "numerics_version": NUMERICS_VERSION,
+            "dispatcher": "collective",
+            "device": "cpu",
+            "ep_size": group.size,
+            "architecture": plan.config.architecture,
+            "dtype": plan.dtype,
+            "config": msgspec.to_builtins(config.engine),
+        },
+    )
+
+
+def _install_signal_handlers(front_end: FrontEndProcess | None) -> None:
+    """Rank 0 passes SIGTERM and SIGINT to the front end, which drains all ranks; the others wait for that.
+
+    One key press can reach a process twice, from the terminal and from torchrun; signals close together count once.
+    """
+    last_s = 0.0
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        nonlocal last_s
+        now_s = time.monotonic()
+        if front_end is not None and now_s - last_s > SIGNAL_DEBOUNCE_S:
+            front_end.forward(signal.Signals(signum))
+        last_s = now_s
+
+    signal.signal(signal.SIGTERM, handle)
+    signal.signal(signal.SIGINT, handle)
