@@ -157,7 +157,9 @@ class LLM:
         if len(params) != len(prompts):
             raise ValueError(f"params ({len(params)}) must be one, or as many as prompts ({len(prompts)})")
         requests = [
-            make_request(str(i), self._token_ids(prompt), p, self.limits, fallback_seed=self._fallback_seed(i))
+            make_request(
+                str(i), self._token_ids(prompt), p, self.limits, fallback_seed=self._fallback_seed(i)
+            )
             for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))
         ]
         owner = list(ranks) if ranks is not None else [i % self.group.size for i in range(len(prompts))]
@@ -178,13 +180,14 @@ class LLM:
         params: SamplingParams | SequenceOf[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """``generate`` on conversations rendered with the model's chat template."""
+        return self.generate([self.chat_prompt(c) for c in conversations], params)
+
+    def chat_prompt(self, messages: SequenceOf[dict[str, str]]) -> list[int]:
+        """Token ids of a conversation, rendered with the model's chat template up to the assistant's turn."""
         if self.tokenizer is None:
             raise ValueError(f"{self.model.plan.model_dir} has no tokenizer, so it has no chat template")
-        prompts = [
-            self.tokenizer.encode(self.tokenizer.apply_chat_template(list(c)), add_special_tokens=False)
-            for c in conversations
-        ]
-        return self.generate(prompts, params)
+        text = self.tokenizer.apply_chat_template(list(messages))
+        return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _fallback_seed(self, index: int) -> int | None:
         return None if self.config.seed is None else choice_seed(self.config.seed, index + 1) >> 1

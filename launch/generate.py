@@ -1,0 +1,131 @@
+"""``python -m moe_runtime.generate``: a file of prompts in, a file of results out, in the same order.
+
+Under torchrun every rank reads the input, rank 0 writes the output.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from moe_runtime.config import GenerateConfig
+from moe_runtime.engine.llm import LLM, RequestOutput
+from moe_runtime.engine.messages import TokenLogprobs
+from moe_runtime.engine.request import SamplingParams
+from moe_runtime.errors import CheckpointError, InvalidRequestError, InvarianceError
+from moe_runtime.launch.cli import EXIT_OK, EXIT_SELF_CHECK, parse_config, usage_error
+from moe_runtime.launch.distributed import close_ranks, init_ranks
+from moe_runtime.launch.logs import setup_logging
+from moe_runtime.launch.progress import progress_bar
+
+__all__ = ["main", "parse_line", "result_line"]
+
+_PARAMS = {f.name for f in fields(SamplingParams)}
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Generate for every line of the input. Returns the exit code."""
+    config = parse_config(GenerateConfig, args, prog="moe_runtime.generate")
+    try:
+        group = init_ranks()
+        setup_logging(group.rank)
+        lines = _read_lines(config.input)
+        parsed = [parse_line(line, number) for number, line in enumerate(lines, 1) if line.strip()]
+        options = {f.name: getattr(config.engine, f.name) for f in fields(config.engine) if f.name != "model"}
+        with progress_bar("loading weights", shown=group.rank == 0) as on_progress:
+            llm = LLM(config.engine.model, group=group, on_progress=on_progress, **options)
+        prompts = [_prompt(llm, prompt) for prompt, _ in parsed]
+        num_mine = len(range(group.rank, len(parsed), group.size))
+        with progress_bar("generating", shown=group.rank == 0) as on_progress:
+            results = llm.generate(
+                prompts,
+                [params for _, params in parsed],
+                on_finished=lambda done: on_progress(done * group.size, num_mine * group.size),
+            )
+    except InvarianceError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_SELF_CHECK
+    except InvalidRequestError as error:
+        usage_error(error.message)
+    except (CheckpointError, ValueError, OSError) as error:
+        usage_error(str(error))
+    if group.rank == 0:
+        text = b"".join(result_line(result) + b"\n" for result in results)
+        if str(config.output) == "-":
+            sys.stdout.buffer.write(text)
+            sys.stdout.buffer.flush()
+        else:
+            config.output.write_bytes(text)
+    close_ranks(group)
+    return EXIT_OK
+
+
+def parse_line(line: str, number: int) -> tuple[str | list[int] | list[dict[str, str]], SamplingParams]:
+    """A prompt (text, token ids, or chat messages) and its parameters from one line of JSON.
+
+    Raises:
+        ValueError: naming the line, field, value and rule.
+    """
+    try:
+        fields_given = msgspec.json.decode(line)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"line {number} is not JSON: {error}") from None
+    if not isinstance(fields_given, dict) or ("prompt" in fields_given) == ("messages" in fields_given):
+        raise ValueError(f"line {number} must be an object with either prompt or messages")
+    prompt = fields_given.pop("prompt", None)
+    messages = fields_given.pop("messages", None)
+    unknown = sorted(set(fields_given) - _PARAMS)
+    if unknown:
+        raise ValueError(f"line {number}: {unknown[0]} is no sampling parameter; known are {sorted(_PARAMS)}")
+    try:
+        if prompt is not None:
+            content: Any = msgspec.convert(prompt, str | list[int])
+        else:
+            content = msgspec.convert(messages, list[dict[str, str]])
+        return content, msgspec.convert(fields_given, SamplingParams)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"line {number}: {error}") from None
+
+
+def result_line(result: RequestOutput) -> bytes:
+    """One result as a line of JSON: ``prompt_token_ids``, ``prompt_logprobs`` and ``choices``."""
+    choices = [
+        {
+            "text": output.text,
+            "token_ids": output.token_ids,
+            "logprobs": _entries(output.logprobs),
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+            "seed": output.seed,
+        }
+        for output in result.outputs
+    ]
+    return msgspec.json.encode(
+        {
+            "prompt_token_ids": result.prompt_ids,
+            "prompt_logprobs": _entries(result.prompt_logprobs),
+            "choices": choices,
+        }
+    )
+
+
+def _entries(logprobs: Sequence[TokenLogprobs | None] | None) -> list[dict[str, Any] | None] | None:
+    if logprobs is None:
+        return None
+    return [None if entry is None else msgspec.structs.asdict(entry) for entry in logprobs]
+
+
+def _read_lines(path: Path) -> list[str]:
+    text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+    return text.splitlines()
+
+
+def _prompt(llm: LLM, prompt: str | list[int] | list[dict[str, str]]) -> str | list[int]:
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
+        return llm.chat_prompt(prompt)  # type: ignore[arg-type]
+    return prompt  # type: ignore[return-value]
