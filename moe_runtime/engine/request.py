@@ -16,6 +16,7 @@ from moe_runtime.errors import InvalidRequestError
 
 __all__ = [
     "MAX_CHOICES",
+    "MAX_INTEGER",
     "MAX_LOGPROBS",
     "MAX_STOP_STRINGS",
     "MAX_STOP_STRING_CHARS",
@@ -36,6 +37,7 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 1024
+MAX_INTEGER = 2**63 - 1
 SEED_MIN = -(2**63)
 SEED_MAX = 2**63 - 1
 
@@ -133,12 +135,12 @@ def validate_sampling(params: SamplingParams, limits: RequestLimits) -> None:
     _number("temperature", params.temperature, 0.0, 100.0)
     _number("top_p", params.top_p, 0.0, 1.0, open_low=True)
     _number("min_p", params.min_p, 0.0, 1.0)
-    _integer("top_k", params.top_k, -1, None)
+    _integer("top_k", params.top_k, -1, MAX_INTEGER)
     _integer("n", params.n, 1, MAX_CHOICES)
     if params.seed is not None:
         _integer("seed", params.seed, SEED_MIN, SEED_MAX)
     if params.max_tokens is not None:
-        _integer("max_tokens", params.max_tokens, 0 if params.prompt_logprobs is not None else 1, None)
+        _integer("max_tokens", params.max_tokens, 0 if params.prompt_logprobs is not None else 1, MAX_INTEGER)
     for name in ("logprobs", "prompt_logprobs"):
         value = getattr(params, name)
         if value is not None:
@@ -235,17 +237,9 @@ def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = 
         raise _invalid(name, value, rule)
 
 
-def _integer(name: str, value: Any, low: int, high: int | None) -> None:
-    rule = (
-        f"must be an integer of at least {low}" if high is None else f"must be an integer in [{low}, {high}]"
-    )
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int)
-        or value < low
-        or (high is not None and value > high)
-    ):
-        raise _invalid(name, value, rule)
+def _integer(name: str, value: Any, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise _invalid(name, value, f"must be an integer in [{low}, {high}]")
 
 
 def _token_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:

@@ -1,0 +1,164 @@
+"""Requests: every field has its rule, bad values are named and nothing else breaks, seeds of choices."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from moe_runtime.engine.request import (
+    MAX_CHOICES,
+    MAX_LOGPROBS,
+    MAX_STOP_STRING_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    SEED_MAX,
+    SEED_MIN,
+    RequestLimits,
+    SamplingParams,
+    choice_seed,
+    make_request,
+    validate_prompt,
+    validate_sampling,
+)
+from moe_runtime.errors import InvalidRequestError
+
+LIMITS = RequestLimits(vocab_size=100, max_model_len=64, max_kv_tokens=128)
+
+GOOD = [
+    {"temperature": 0},
+    {"temperature": 5e-324},
+    {"temperature": 100},
+    {"top_p": 1e-300},
+    {"top_p": 1},
+    {"top_k": 0},
+    {"top_k": -1},
+    {"top_k": 2**63 - 1},
+    {"min_p": 1.0},
+    {"seed": SEED_MIN},
+    {"seed": SEED_MAX},
+    {"seed": None},
+    {"n": MAX_CHOICES},
+    {"max_tokens": 2**63 - 1},
+    {"max_tokens": 0, "prompt_logprobs": 0},
+    {"logprobs": 0},
+    {"logprobs": MAX_LOGPROBS},
+    {"stop": ("a", "b" * MAX_STOP_STRING_CHARS)},
+    {"stop": ["a"]},
+    {"stop_token_ids": (0, 99)},
+    {"forced_token_ids": (0, 99)},
+]
+BAD = [
+    *[
+        ("temperature", value)
+        for value in (-1e-9, 100.1, math.nan, math.inf, -math.inf, 10**400, True, "1", None)
+    ],
+    *[("top_p", value) for value in (0, 0.0, -0.1, 1.0001, math.nan, True, "1")],
+    *[("min_p", value) for value in (-0.1, 1.1, math.nan, None)],
+    *[("top_k", value) for value in (-2, 2**63, 1.0, True, "3", None)],
+    *[("seed", value) for value in (2**63, 2**64, SEED_MIN - 1, 10**30, 1.5, "7", True)],
+    *[("n", value) for value in (0, -1, MAX_CHOICES + 1, 100_000, 1.0, True, None)],
+    *[("max_tokens", value) for value in (0, -1, 2**63, 1.5, True, "3")],
+    *[("logprobs", value) for value in (-1, MAX_LOGPROBS + 1, True, 1.0)],
+    *[("prompt_logprobs", value) for value in (-1, MAX_LOGPROBS + 1, True)],
+    *[("stop", value) for value in ("abc", ("",), (3,), ("x" * (MAX_STOP_STRING_CHARS + 1),), 3, None)],
+    ("stop", ("x",) * (MAX_STOP_STRINGS + 1)),
+    *[("stop_token_ids", value) for value in (5, "5", (100,), (-1,), (1.0,), (True,), (10**12,))],
+    ("stop_token_ids", (1,) * (MAX_STOP_TOKEN_IDS + 1)),
+    *[("forced_token_ids", value) for value in ((), (100,), "ab", 3)],
+    *[("ignore_eos", value) for value in (1, None)],
+    *[("include_stop_str_in_output", value) for value in ("yes",)],
+    *[("skip_special_tokens", value) for value in (0,)],
+]
+
+
+@pytest.mark.parametrize("fields", GOOD)
+def test_a_value_within_its_rule_is_accepted(fields):
+    validate_sampling(SamplingParams(**fields), LIMITS)
+
+
+@pytest.mark.parametrize(("name", "value"), BAD)
+def test_a_value_outside_its_rule_is_named(name, value):
+    with pytest.raises(InvalidRequestError, match=f"{name}.* must (be|have|hold) ") as caught:
+        validate_sampling(SamplingParams(**{name: value}), LIMITS)
+    assert caught.value.param is not None
+    assert caught.value.param.startswith(name)
+    assert caught.value.status == 400
+    assert len(caught.value.message) < 400
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_k", "seed", "n", "max_tokens", "logprobs"])
+def test_an_integer_too_long_to_print_is_named(name):
+    with pytest.raises(InvalidRequestError, match=rf"{name} \(a value of type int\) must be"):
+        validate_sampling(SamplingParams(**{name: 10**5000}), LIMITS)
+
+
+def test_every_field_has_a_bad_value_above():
+    assert {name for name, _ in BAD} == {field.name for field in dataclasses.fields(SamplingParams)}
+
+
+@pytest.mark.parametrize("prompt", [[], (), [100], [1, -1], [True], [1.0], ["a"], "ab", None, 3, [10**12]])
+def test_a_bad_prompt_is_named(prompt):
+    with pytest.raises(InvalidRequestError, match=r"my_prompt") as caught:
+        validate_prompt(prompt, LIMITS, param="my_prompt")
+    assert caught.value.param is not None
+
+
+def test_a_prompt_beyond_the_context_has_its_own_code():
+    validate_prompt([1] * 64, LIMITS)
+    with pytest.raises(InvalidRequestError, match="prompt has 65 tokens; the longest request") as caught:
+        validate_prompt([1] * 65, LIMITS)
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_the_kv_cache_may_be_the_tighter_limit():
+    limits = RequestLimits(vocab_size=100, max_model_len=64, max_kv_tokens=32)
+    assert make_request("r", [1] * 30, SamplingParams(), limits).params.max_tokens == 2
+
+
+def test_max_tokens_defaults_to_the_room_left_and_never_exceeds_it():
+    assert make_request("r", [1] * 10, SamplingParams(), LIMITS).params.max_tokens == 54
+    assert make_request("r", [1] * 10, SamplingParams(max_tokens=54), LIMITS).params.max_tokens == 54
+    for max_tokens in (55, 2**31, 2**63 - 1):
+        with pytest.raises(InvalidRequestError) as caught:
+            make_request("r", [1] * 10, SamplingParams(max_tokens=max_tokens), LIMITS)
+        assert (caught.value.param, caught.value.code) == ("max_tokens", "context_length_exceeded")
+
+
+def test_a_full_prompt_leaves_room_only_for_its_own_logprobs():
+    with pytest.raises(InvalidRequestError, match="max_tokens is 0") as caught:
+        make_request("r", [1] * 64, SamplingParams(), LIMITS, prompt_param="messages")
+    assert caught.value.param == "messages"
+    assert make_request("r", [1] * 64, SamplingParams(prompt_logprobs=1), LIMITS).params.max_tokens == 0
+
+
+def test_forced_tokens_decide_the_length():
+    params = SamplingParams(forced_token_ids=(1, 2, 3))
+    assert make_request("r", [1], params, LIMITS).params.max_tokens == 3
+    with pytest.raises(InvalidRequestError):
+        make_request("r", [1] * 62, params, LIMITS)
+
+
+def test_a_missing_seed_is_drawn_and_a_given_one_kept():
+    seeds = {make_request("r", [1], SamplingParams(), LIMITS).params.seed for _ in range(20)}
+    assert len(seeds) == 20
+    assert all(seed is not None and 0 <= seed <= SEED_MAX for seed in seeds)
+    assert make_request("r", [1], SamplingParams(seed=-5), LIMITS).params.seed == -5
+
+
+def test_choice_0_uses_the_seed_itself_and_no_choices_share_a_seed():
+    assert choice_seed(42, 0) == 42
+    assert choice_seed(-1, 0) == 2**64 - 1
+    derived = [choice_seed(seed, i) for seed in (-2, 0, 1, 2, 42, 2**63 - 1) for i in range(MAX_CHOICES)]
+    assert len(set(derived)) == len(derived)
+    assert all(0 <= seed < 2**64 for seed in derived)
+
+
+def test_choice_seeds_are_the_published_splitmix64_sequence():
+    """First outputs for state 0, as in the reference implementation by Vigna."""
+    assert [choice_seed(0, i) for i in (1, 2, 3)] == [
+        0xE220A8397B1DCDAF,
+        0x6E789E6AA1B965F4,
+        0x06C45D188009454F,
+    ]
