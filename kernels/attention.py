@@ -10,7 +10,8 @@ softmax in fp32 over ascending blocks: scores are a [16, D] x [D, 64] product ti
 64 contiguous columns, ``o = o * alpha + p @ v``. Chunk results (m, l, o) merge in ascending order in fp32; the result
 is ``o / l``, rounded once. A masked contribution is the identity: a block or chunk that a row does not see leaves its
 (m, l, o) untouched, and key-value slots past the end of the sequence load as zero, so whatever lies in them never
-meets a row. Sliding windows mask and move no boundary.
+meets a row. A value that is not finite turns the rows that see its key to NaN and changes no other row. Sliding
+windows mask and move no boundary.
 """
 
 from __future__ import annotations
@@ -198,7 +199,7 @@ class _SoftmaxState:
 
     def merge(self, chunk: _SoftmaxState) -> None:
         """Add a chunk's result; rows that saw nothing in the chunk keep their bits."""
-        seen = chunk.m > float("-inf")
+        seen = chunk.m != float("-inf")  # true for NaN, which must not get lost
         m = torch.maximum(self.m, chunk.m)
         reference = torch.where(torch.isneginf(m), 0.0, m)
         old, new = torch.exp(self.m - reference), torch.exp(chunk.m - reference)
@@ -245,7 +246,21 @@ def _attend_block(
     p = torch.exp(scores - reference[..., None])
     alpha = torch.exp(m_old - reference)
     seen = visible.any(-1).expand_as(m)
-    weighted = torch.bmm(p.view(-1, ROW_TILE, BLOCK_SIZE), v).view_as(o_old)
+    p_flat = p.view(-1, ROW_TILE, BLOCK_SIZE)
+    weighted = torch.bmm(p_flat, v)
+    if not bool(torch.isfinite(weighted).all()):
+        visible_flat = visible.expand_as(scores).reshape(-1, ROW_TILE, BLOCK_SIZE)
+        weighted = _weigh_visible(p_flat, v, visible_flat)
+    weighted = weighted.view_as(o_old)
     state.m[where] = torch.where(seen, m, m_old)
     state.l[where] = torch.where(seen, l_old * alpha + p.sum(-1), l_old)
     state.o[where] = torch.where(seen[..., None], o_old * alpha[..., None] + weighted, o_old)
+
+
+def _weigh_visible(p: torch.Tensor, v: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """``p @ v`` where some values are not finite: 0 times such a value is NaN, which must not reach rows that may not
+    see its key. A row that does see one gets NaN; every other row has the bits of a product without it."""
+    finite = torch.isfinite(v)
+    clean = torch.bmm(p, torch.where(finite, v, 0.0))
+    meets = torch.bmm(visible.float(), (~finite).float()) > 0
+    return torch.where(meets, float("nan"), clean)

@@ -51,7 +51,9 @@ class AuditReport:
         """Compare bit for bit and note a failure."""
         self.num_comparisons += 1
         if not torch.equal(actual, expected):
-            self.failures.append(f"{what}: {int((actual != expected).sum())} of {actual.numel()} elements differ")
+            self.failures.append(
+                f"{what}: {int((actual != expected).sum())} of {actual.numel()} elements differ"
+            )
 
 
 def hostile_rows(kind: str, num_rows: int, width: int, generator: torch.Generator) -> torch.Tensor:
@@ -115,11 +117,15 @@ def _audit_gemm(
         canonical = linear_fp32(x, packed)
         name = f"GEMM K={k} N={n} ({role}), {kind} data"
         for row in (0, 5, 37):
-            report.check(f"{name}: row {row} alone", linear_fp32(x[row : row + 1], packed), canonical[row : row + 1])
+            report.check(
+                f"{name}: row {row} alone", linear_fp32(x[row : row + 1], packed), canonical[row : row + 1]
+            )
         moved = torch.cat([x[11:14], x[:7]])
         report.check(f"{name}: rows moved", linear_fp32(moved, packed)[3:], canonical[:7])
         report.check(
-            f"{name}: last column tile alone", linear_fp32(x, last_tile), canonical[:, n - last_tile.num_columns_out :]
+            f"{name}: last column tile alone",
+            linear_fp32(x, last_tile),
+            canonical[:, n - last_tile.num_columns_out :],
         )
         reversed_k = linear_fp32(x.flip(1), pack_weight(weight.flip(1), parts))
         control_differs |= not torch.equal(reversed_k, canonical)
