@@ -11,10 +11,12 @@ from __future__ import annotations
 import datetime
 import functools
 import json
+import re
 import threading
 import time
+import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -373,16 +375,18 @@ class _GenerationTag(jinja2.ext.Extension):
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """The sandbox that transformers gives to chat templates, with a budget for loops, calls and lengths."""
 
-    intercepted_binops = frozenset(["+", "*", "**"])
+    intercepted_binops = frozenset(["+", "*", "**", "%"])
 
     def __init__(self) -> None:
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
         )
         self.concat = _bounded_concat  # type: ignore[method-assign]
+        self.filters |= {name: _guarded(function) for name, function in self.filters.items()}
         self.filters["tojson"] = _tojson
         self.filters["__counted"] = _Counted
         self.filters["__checked"] = _checked
+        del self.globals["lipsum"]  # placeholder text of any length
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now
 
@@ -390,13 +394,19 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         _budget.charge()
         if isinstance(obj, jinja2.runtime.LoopContext) and args:
             args = (_Counted(args[0]), *args[1:])
-        return super().call(context, obj, *args, **kwargs)
+        _check_arguments(args, kwargs)
+        method = getattr(obj, "__wrapped__", obj)  # the sandbox wraps str.format
+        if isinstance(method, types.BuiltinMethodType) and method.__name__ in ("format", "format_map"):
+            _check_format(method.__self__)
+        return _checked(super().call(context, obj, *args, **kwargs))
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "*":
             for items, count in ((left, right), (right, left)):
                 if isinstance(items, str | list | tuple) and isinstance(count, int):
                     _check_chars(len(items) * count)
+        if operator == "%":
+            _check_format(left)
         if operator == "**" and max(abs(left), abs(right)) > 1024:
             raise jinja2.exceptions.SecurityError(
                 "it raises a number above 1024 to a power, or to one above 1024"
@@ -407,6 +417,32 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 def _check_chars(num_chars: int) -> None:
     if num_chars > MAX_TEMPLATE_CHARS:
         raise jinja2.exceptions.SecurityError(f"it writes more than {MAX_TEMPLATE_CHARS} characters")
+
+
+def _check_arguments(args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
+    """Widths, counts and the like: functions in C cannot be stopped once they have begun."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, int):
+            _check_chars(abs(value))
+
+
+def _check_format(pattern: object) -> None:
+    if isinstance(pattern, str) and re.search(r"\d{6}|\*|:[^}]*{", pattern):
+        raise jinja2.exceptions.SecurityError(
+            "it formats with a width of six or more digits, or a computed one"
+        )
+
+
+def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        _budget.charge()
+        _check_arguments(args[1:], kwargs)
+        if function.__name__ == "do_format":
+            _check_format(args[0])
+        return _checked(function(*args, **kwargs))
+
+    return guarded
 
 
 def _checked(value: Any) -> Any:

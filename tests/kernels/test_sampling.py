@@ -75,6 +75,13 @@ def test_noise_of_one_id_is_the_same_in_any_array(data, size, seed):
     assert np.array_equal(np.concatenate([gumbel_noise(seed, 7, ids[i : i + 1]) for i in range(size)]), whole)
 
 
+def test_noise_of_one_id_is_the_same_in_an_array_as_long_as_a_vocabulary():
+    ids = np.random.default_rng(0).permutation(20_011)
+    whole = gumbel_noise(5, 9, ids)
+    for i in (0, 1, 15, 16, 17, 8191, 8192, 20_000, 20_008, 20_009, 20_010):
+        assert gumbel_noise(5, 9, ids[i : i + 1])[0] == whole[i]
+
+
 def test_negative_seeds_are_the_unsigned_ones():
     ids = np.arange(8)
     assert np.array_equal(gumbel_noise(-1, 3, ids), gumbel_noise(2**64 - 1, 3, ids))

@@ -219,6 +219,7 @@ MIXED = """{% set ns = namespace(n=0, text='') %}
 {% set block %}{{ ns.n }}|{{ ns.text }}{% endset %}{{ block * 2 }}{{ 2 ** 10 }}
 {% macro show(x) %}<{{ x }}>{% endmacro %}{{ show(messages[0].content) }}
 {{ messages | tojson }}{{ {'b': '<&>', 'a': '\u00e9'} | tojson(indent=2, sort_keys=true) }}{{ tools }}
+{{ '%05d' % 7 }}{{ '{:>6}|{0}'.format('x') if false else '{:>6}'.format('x') }}{{ 'x' | center(9) }}
 {{ messages | map(attribute='role') | join(',') }}{{ messages[-1]['content'].split(' ')[-1] }}"""
 CHATS = [
     [{"role": "user", "content": "Hello <b>you</b> & co"}],
@@ -308,6 +309,18 @@ ENDLESS = [
     "{{ 'a' * 10 ** 10 }}",
     "{{ 10 ** 10 ** 10 }}",
     "{% set x = 10 ** 10 ** 10 %}",
+    "{{ lipsum(10 ** 9) }}",
+    "{{ 'a'.ljust(10 ** 10) }}",
+    "{{ 'a' | center(10 ** 10) }}",
+    "{{ 'a' | indent(width=10 ** 10) }}",
+    "{{ [1] | batch(10 ** 10, 0) | list }}",
+    "{{ '%100000000d' % 1 }}",
+    "{{ '%*d' % (99999, 1) }}",
+    "{{ '%100000000d' | format(1) }}",
+    "{{ '{:100000000}'.format(1) }}",
+    "{{ '{0:{1}}'.format(1, 99999) }}",
+    "{{ '{x:100000000}'.format_map({'x': 1}) }}",
+    "{% for i in range(99999) %}{% set x = messages | length %}{% endfor %}",
 ]
 
 
@@ -319,6 +332,12 @@ def test_a_template_without_end_is_refused(source, monkeypatch):
     template = ChatTemplate(source)
     with pytest.raises(InvalidRequestError, match="cannot be rendered by the chat template"):
         template.render(CHATS[0], {})
+
+
+@pytest.mark.parametrize("source", [source for source in ENDLESS if "format" in source or "%1" in source])
+def test_a_wide_format_is_refused_before_it_is_made(source):
+    with pytest.raises(InvalidRequestError, match="it formats with a width"):
+        ChatTemplate(source).render(CHATS[0], {})
 
 
 def test_threads_do_not_share_a_budget(monkeypatch):
