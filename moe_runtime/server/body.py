@@ -1,0 +1,124 @@
+"""From the bytes of a request to its checked body. Every fault is a 400 or a 413 that names the field."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+from pydantic import ValidationError
+from starlette.requests import ClientDisconnect, Request
+
+from moe_runtime.errors import InvalidRequestError
+from moe_runtime.server.errors import ApiError
+from moe_runtime.server.schemas import GenerationBody
+from moe_runtime.server.unsupported import drop_neutral_fields
+
+__all__ = ["MAX_DISCARDED_BYTES", "decode_json", "parse_body", "read_body"]
+
+# A body that is too large is read to its end up to this size: its client sees the answer, not a reset.
+MAX_DISCARDED_BYTES = 64 * 2**20
+
+_BodyT = TypeVar("_BodyT", bound=GenerationBody)
+
+_RULES = {
+    "missing": "is required",
+    "extra_forbidden": "is not a known field",
+    "string_type": "must be a string",
+    "int_type": "must be an integer",
+    "greater_than_equal": "must be a 64-bit integer",
+    "less_than_equal": "must be a 64-bit integer",
+    "float_type": "must be a number",
+    "finite_number": "must be a finite number",
+    "bool_type": "must be true or false",
+    "list_type": "must be a list",
+    "model_type": "must be an object",
+}
+
+
+async def read_body(request: Request, max_body_bytes: int) -> bytes:
+    """The whole body.
+
+    Raises:
+        ApiError: 413, it is larger than ``max_body_bytes``.
+    """
+    length = request.headers.get("content-length", "")
+    claimed = int(length) if length.isdecimal() and len(length) < 20 else 0
+    if claimed > MAX_DISCARDED_BYTES or (claimed > max_body_bytes and "expect" in request.headers):
+        raise _too_large(max_body_bytes, close=True)
+    chunks: list[bytes] = []
+    num_bytes = 0
+    try:
+        async for chunk in request.stream():
+            num_bytes += len(chunk)
+            if num_bytes <= max_body_bytes:
+                chunks.append(chunk)
+            elif num_bytes > MAX_DISCARDED_BYTES:
+                raise _too_large(max_body_bytes, close=True)
+    except ClientDisconnect:
+        raise ApiError(400, "the client went away before its request was complete") from None
+    if num_bytes > max_body_bytes:
+        raise _too_large(max_body_bytes)
+    return b"".join(chunks)
+
+
+def decode_json(data: bytes) -> Any:
+    """Strict JSON: no NaN or Infinity, no lone surrogates, no invalid UTF-8.
+
+    Raises:
+        InvalidRequestError: it is none.
+    """
+    try:
+        return msgspec.json.decode(data)
+    except RecursionError:
+        raise InvalidRequestError("the body is nested too deeply", code="invalid_json") from None
+    except (msgspec.DecodeError, UnicodeError) as error:
+        raise InvalidRequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
+
+
+def parse_body(data: bytes, body_type: type[_BodyT]) -> _BodyT:
+    """Decode and check a body.
+
+    Raises:
+        InvalidRequestError: naming field, value and rule.
+    """
+    fields = decode_json(data)
+    if not isinstance(fields, dict):
+        raise InvalidRequestError("the body must be a JSON object")
+    try:
+        return body_type.model_validate(drop_neutral_fields(fields))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        param = _path(first["loc"])
+        rule = _RULES.get(first["type"], _lower_first(first["msg"]))
+        shown = "" if first["type"] in ("missing", "extra_forbidden") else f" ({_show(first['input'])})"
+        raise InvalidRequestError(f"{param}{shown} {rule}", param=param) from None
+
+
+def _too_large(max_body_bytes: int, *, close: bool = False) -> ApiError:
+    message = f"the body is larger than {max_body_bytes} bytes"
+    return ApiError(413, message, code="body_too_large", headers={"Connection": "close"} if close else None)
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    path = ""
+    for part in location:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+    return path
+
+
+def _show(value: Any) -> str:
+    """A short text for a value that may be large, deep or unprintable."""
+    if isinstance(value, dict):
+        return "an object"
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    if isinstance(value, int) and value.bit_length() > 64:
+        return "an integer beyond 64 bits"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    text = repr(value[:60]) if isinstance(value, str) else repr(value)
+    return text
+
+
+def _lower_first(text: str) -> str:
+    return text[:1].lower() + text[1:]

@@ -1,0 +1,269 @@
+"""The front end's view of the ranks: which are ready, what each is doing, and whose output is whose."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from moe_runtime.engine.messages import (
+    AbortRequest,
+    AddRequest,
+    Drain,
+    RankReady,
+    RankReport,
+    RankStats,
+    SequenceOutput,
+)
+from moe_runtime.engine.request import Request
+from moe_runtime.server.config import ServerConfig
+from moe_runtime.server.errors import ApiError, unavailable
+from moe_runtime.server.mailbox import Mailbox
+from moe_runtime.server.rank_socket import RankSocket
+
+__all__ = ["EngineClient", "Phase", "RankState"]
+
+logger = logging.getLogger(__name__)
+
+
+class Phase(enum.Enum):
+    """Where the front end stands. It takes requests in ``SERVING`` only."""
+
+    STARTING = "starting"
+    SERVING = "serving"
+    DRAINING = "draining"
+    DRAINED = "drained"
+    FAILED = "failed"
+
+
+@dataclass(slots=True, kw_only=True)
+class RankState:
+    """What is known of one rank.
+
+    Attributes:
+        pid: Its process.
+        info: What it said of itself when it became ready.
+        stats: Its latest report.
+        last_seen: ``time.monotonic()`` of its latest message.
+        num_sequences: Open choices that it was given.
+        num_tokens: Prompt and output tokens that they may come to.
+    """
+
+    pid: int
+    info: dict[str, Any]
+    last_seen: float
+    stats: RankStats = field(default_factory=RankStats)
+    num_sequences: int = 0
+    num_tokens: int = 0
+    has_gone: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class _OpenRequest:
+    request: Request
+    rank: int
+    mailbox: Mailbox
+    request_idx: int
+    open_choices: set[int]
+
+
+class EngineClient:
+    """Starts and aborts requests on ranks and brings their outputs to mailboxes. Belongs to one event loop.
+
+    Args:
+        config: The front end's configuration.
+        on_failure: Called once, with the reason, when a rank is lost.
+    """
+
+    def __init__(self, config: ServerConfig, *, on_failure: Callable[[str], None]) -> None:
+        self.phase = Phase.STARTING
+        self.ranks: dict[int, RankState] = {}
+        self.all_gone = asyncio.Event()
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self._config = config
+        self._on_failure = on_failure
+        self._open: dict[str, _OpenRequest] = {}
+        self._reason = ""
+        self._drain_message: Drain | None = None
+        self._probe: asyncio.Task[None] | None = None
+        self._socket = RankSocket(
+            host=config.zmq_host,
+            world_size=config.world_size,
+            on_message=self._on_message,
+            on_unreachable=self._on_unreachable,
+            on_disconnect=self._on_disconnect,
+        )
+
+    @property
+    def endpoint(self) -> str:
+        """Address that ranks connect to."""
+        return self._socket.endpoint
+
+    @property
+    def num_open_requests(self) -> int:
+        """Engine requests that have not ended."""
+        return len(self._open)
+
+    async def run(self) -> None:
+        """Receive from ranks and watch their heartbeats until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._socket.run())
+            group.create_task(self._watch_heartbeats())
+
+    def close(self) -> None:
+        """Let go of the socket."""
+        if self._probe is not None:
+            self._probe.cancel()
+        self._socket.close()
+
+    def unavailable_error(self) -> ApiError | None:
+        """Why no request can be taken now, or None."""
+        match self.phase:
+            case Phase.SERVING:
+                return None
+            case Phase.STARTING:
+                reason = f"starting: {len(self.ranks)} of {self._config.world_size} ranks are ready"
+                return unavailable(reason, code="not_ready")
+            case Phase.FAILED:
+                return unavailable(self._reason, code="engine_dead")
+            case _:
+                return unavailable("the server is shutting down", code="draining")
+
+    def submit(self, request: Request, mailbox: Mailbox, request_idx: int) -> None:
+        """Start ``request`` on the least loaded rank; its outputs go to ``mailbox`` under ``request_idx``.
+
+        Raises:
+            ApiError: no request can be taken now.
+        """
+        error = self.unavailable_error()
+        if error is not None:
+            raise error
+        rank = min(self.ranks, key=lambda r: (self.ranks[r].num_sequences, self.ranks[r].num_tokens, r))
+        choices = set(range(request.params.n))
+        entry = _OpenRequest(
+            request=request, rank=rank, mailbox=mailbox, request_idx=request_idx, open_choices=choices
+        )
+        self._open[request.request_id] = entry
+        self.idle.clear()
+        self._count(entry, len(choices))
+        self._socket.send_round(rank, lambda epoch: AddRequest(epoch=epoch, request=request))
+
+    def abort(self, request_id: str, choice_idx: int | None = None) -> None:
+        """Forget a request or one of its choices; nothing happens where it has ended already."""
+        entry = self._open.get(request_id)
+        if entry is None or (choice_idx is not None and choice_idx not in entry.open_choices):
+            return
+        self._close_choices(entry, set(entry.open_choices) if choice_idx is None else {choice_idx})
+        self._socket.send_round(
+            entry.rank, lambda epoch: AbortRequest(epoch=epoch, request_id=request_id, choice_idx=choice_idx)
+        )
+
+    def fail_open_requests(self, error: ApiError) -> None:
+        """Answer everything that is open with ``error``. Handlers then abort what they started."""
+        for entry in list(self._open.values()):
+            entry.mailbox.fail(error)
+
+    def start_draining(self) -> None:
+        """Take no more requests; those that run go on."""
+        if self.phase in (Phase.STARTING, Phase.SERVING):
+            self.phase = Phase.DRAINING
+
+    def drain(self, *, abort: bool) -> None:
+        """Tell all ranks to leave together; ``abort`` drops what they still run."""
+        self.phase = Phase.DRAINED
+        self._socket.send_round_to_all(lambda epoch: Drain(epoch=epoch, abort=abort))
+        self._drain_message = Drain(epoch=self._socket.epoch, abort=abort)
+
+    def fail(self, reason: str) -> None:
+        """Turn readiness off for good and answer open requests with 503."""
+        if self.phase is Phase.FAILED:
+            return
+        self.phase = Phase.FAILED
+        self._reason = reason
+        logger.error("%s", reason)
+        self.fail_open_requests(unavailable(reason, code="engine_dead"))
+        self._on_failure(reason)
+
+    def _on_message(self, message: RankReady | RankReport) -> None:
+        if isinstance(message, RankReady):
+            self._on_ready(message)
+            return
+        state = self.ranks.get(message.rank)
+        if state is None:
+            logger.warning("dropped a report of rank %d, which has not said that it is ready", message.rank)
+            return
+        state.last_seen = time.monotonic()
+        state.stats = message.stats
+        for output in message.outputs:
+            self._on_output(message.rank, output)
+
+    def _on_ready(self, message: RankReady) -> None:
+        if message.rank in self.ranks:
+            self.fail(f"rank {message.rank} has started again (pid {message.pid})")
+            return
+        self.ranks[message.rank] = RankState(pid=message.pid, info=message.info, last_seen=time.monotonic())
+        logger.info("rank %d is ready (%d of %d)", message.rank, len(self.ranks), self._config.world_size)
+        if self._drain_message is not None:
+            self._socket.send_again(message.rank, self._drain_message)
+        elif self.phase is Phase.STARTING and len(self.ranks) == self._config.world_size:
+            self.phase = Phase.SERVING
+
+    def _on_output(self, rank: int, output: SequenceOutput) -> None:
+        entry = self._open.get(output.request_id)
+        if entry is None or entry.rank != rank or output.choice_idx not in entry.open_choices:
+            return  # aborted meanwhile
+        entry.mailbox.put(entry.request_idx, output)
+        if output.finish_reason is not None:
+            self._close_choices(entry, {output.choice_idx})
+
+    def _close_choices(self, entry: _OpenRequest, choices: set[int]) -> None:
+        entry.open_choices -= choices
+        self._count(entry, -len(choices))
+        if not entry.open_choices:
+            del self._open[entry.request.request_id]
+            if not self._open:
+                self.idle.set()
+
+    def _count(self, entry: _OpenRequest, num_choices: int) -> None:
+        state = self.ranks[entry.rank]
+        state.num_sequences += num_choices
+        max_tokens = entry.request.params.max_tokens
+        assert max_tokens is not None, "make_request resolves max_tokens"
+        state.num_tokens += num_choices * (len(entry.request.prompt_ids) + max_tokens)
+
+    def _on_disconnect(self) -> None:
+        if self.phase in (Phase.STARTING, Phase.FAILED):
+            return
+        if self._probe is not None:
+            self._probe.cancel()
+        self._probe = asyncio.get_running_loop().create_task(self._socket.probe())
+
+    def _on_unreachable(self, rank: int) -> None:
+        state = self.ranks.get(rank)
+        if state is None:
+            return
+        state.has_gone = True
+        if self.phase is not Phase.DRAINED:
+            self.fail(f"rank {rank} (pid {state.pid}) has gone")
+        elif all(other.has_gone for other in self.ranks.values()):
+            self.all_gone.set()
+
+    async def _watch_heartbeats(self) -> None:
+        timeout_s = self._config.heartbeat_timeout_s
+        period_s = min(0.5, timeout_s / 4)
+        last_check = time.monotonic()
+        while True:
+            await asyncio.sleep(period_s)
+            now = time.monotonic()
+            stalled_s, last_check = now - last_check - period_s, now
+            for rank, state in self.ranks.items():
+                state.last_seen += max(0.0, stalled_s)  # time in which we could not have listened
+                if now - state.last_seen > timeout_s and self.phase is not Phase.DRAINED:
+                    self.fail(
+                        f"rank {rank} (pid {state.pid}) has been silent for {now - state.last_seen:.1f} s"
+                    )

@@ -1,0 +1,88 @@
+"""What the front end is told by its parent: one JSON document, the first line of its standard input."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from moe_runtime.engine.request import RequestLimits
+
+__all__ = ["ServerConfig", "decode_config", "encode_config"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Everything the front end needs; it reads neither flags nor environment.
+
+    Attributes:
+        host: Interface of the HTTP socket.
+        port: Port of the HTTP socket; 0 takes a free one.
+        served_model_name: The ``model`` that requests name.
+        model_dir: Folder with ``tokenizer.json``, chat template and generation config.
+        limits: What the loaded model and the deployment allow.
+        world_size: Number of ranks that will connect.
+        api_key: Bearer key that clients must send; None asks for none.
+        info: Shown by ``/server_info``; its ``system_fingerprint`` goes into responses.
+        zmq_host: Interface of the socket that ranks connect to.
+        drain_timeout_s: How long running requests may finish after the first SIGTERM.
+        heartbeat_timeout_s: Silence after which a rank counts as lost.
+        request_timeout_s: Longest time a request may take; None sets no limit.
+        max_body_bytes: Largest request body.
+    """
+
+    host: str
+    port: int
+    served_model_name: str
+    model_dir: str
+    limits: RequestLimits
+    world_size: int
+    api_key: str | None = field(default=None, repr=False)
+    info: dict[str, Any] = field(default_factory=dict)
+    zmq_host: str = "127.0.0.1"
+    drain_timeout_s: float = 20.0
+    heartbeat_timeout_s: float = 10.0
+    request_timeout_s: float | None = None
+    max_body_bytes: int = 8 * 2**20
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port ({self.port}) must be in [0, 65535]")
+        if not self.served_model_name:
+            raise ValueError("served_model_name must not be empty")
+        if self.world_size < 1:
+            raise ValueError(f"world_size ({self.world_size}) must be at least 1")
+        if self.api_key is not None and not self.api_key:
+            raise ValueError("api_key must not be empty; leave it out to ask for none")
+        if self.heartbeat_timeout_s <= 0:
+            raise ValueError(f"heartbeat_timeout_s ({self.heartbeat_timeout_s}) must be positive")
+        if self.drain_timeout_s < 0:
+            raise ValueError(f"drain_timeout_s ({self.drain_timeout_s}) must not be negative")
+        if self.request_timeout_s is not None and self.request_timeout_s <= 0:
+            raise ValueError(f"request_timeout_s ({self.request_timeout_s}) must be positive")
+        if self.max_body_bytes < 1:
+            raise ValueError(f"max_body_bytes ({self.max_body_bytes}) must be at least 1")
+
+    @property
+    def system_fingerprint(self) -> str | None:
+        """What numerics clients may compare by: ``info["system_fingerprint"]``, where given."""
+        value = self.info.get("system_fingerprint")
+        return None if value is None else str(value)
+
+
+def encode_config(config: ServerConfig) -> bytes:
+    """One line of JSON, newline included."""
+    return msgspec.json.encode(config) + b"\n"
+
+
+def decode_config(line: bytes) -> ServerConfig:
+    """Inverse of ``encode_config``.
+
+    Raises:
+        ValueError: the line is no such document (``msgspec.DecodeError`` is one).
+    """
+    try:
+        return msgspec.json.decode(line, type=ServerConfig)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"no server configuration on standard input: {error}") from error

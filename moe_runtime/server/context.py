@@ -1,0 +1,48 @@
+"""What every endpoint needs."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from moe_runtime.engine.tokenizer import SamplingDefaults, Tokenizer
+from moe_runtime.server.client import EngineClient
+from moe_runtime.server.config import ServerConfig
+from moe_runtime.server.errors import ApiError
+
+__all__ = ["Context"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """Shared by all endpoints of one application.
+
+    Attributes:
+        config: The front end's configuration.
+        client: The way to the ranks.
+        tokenizer: The checkpoint's.
+        sampling_defaults: Values for sampling fields that a request leaves out.
+        created: When this process started, in seconds since the epoch.
+    """
+
+    config: ServerConfig
+    client: EngineClient
+    tokenizer: Tokenizer
+    sampling_defaults: SamplingDefaults
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def require_ready(self) -> None:
+        """Raises ``ApiError`` 503 when no request can be taken now."""
+        error = self.client.unavailable_error()
+        if error is not None:
+            raise error
+
+    def require_model(self, model: str) -> None:
+        """Raises ``ApiError`` 404 for a model that is not served here."""
+        if model != self.config.served_model_name:
+            raise ApiError(
+                404,
+                f"model ({model[:200]}) is not served here; {self.config.served_model_name} is",
+                param="model",
+                code="model_not_found",
+            )

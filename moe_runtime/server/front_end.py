@@ -1,0 +1,215 @@
+"""The front end's life: bind, announce, serve, drain, leave. Exit codes: 0 clean, 1 a fault, 2 cannot start.
+
+stdin ends          the parent has died: readiness off, open requests answered, exit 1 (0 once drained)
+a rank is lost      the same, exit 1
+1st SIGTERM/SIGINT  new requests get 503; running ones finish, for drain_timeout_s at most; then Drain to
+                    all ranks, and exit 0 when they have gone, stdin has ended, or EXIT_GRACE_S is over
+2nd SIGTERM/SIGINT  running requests end with an error, Drain(abort=True), exit 128 + signal
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvicorn
+
+from moe_runtime.engine.tokenizer import Tokenizer, sampling_defaults
+from moe_runtime.server.app import create_app
+from moe_runtime.server.client import EngineClient, Phase
+from moe_runtime.server.config import ServerConfig
+from moe_runtime.server.context import Context
+from moe_runtime.server.errors import unavailable
+
+__all__ = ["ABORT_GRACE_S", "EXIT_GRACE_S", "FLUSH_TIMEOUT_S", "HARD_EXIT_S", "FrontEnd", "bind_http"]
+
+EXIT_GRACE_S = 10.0
+ABORT_GRACE_S = 2.0
+FLUSH_TIMEOUT_S = 2
+HARD_EXIT_S = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+def bind_http(host: str, port: int) -> socket.socket:
+    """Listen on ``host:port``.
+
+    Raises:
+        OSError: the address is taken or is none of this machine; the message names it.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as error:
+        raise OSError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
+    listener.setblocking(False)
+    return listener
+
+
+class _HttpServer(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are the front end's business."""
+        yield
+
+
+class FrontEnd:
+    """One process's run, from bound HTTP socket to exit code.
+
+    Args:
+        config: As the parent gave it.
+        listener: Bound HTTP socket.
+        announce: Called once with the line for the parent.
+    """
+
+    def __init__(
+        self, config: ServerConfig, listener: socket.socket, announce: Callable[[bytes], None]
+    ) -> None:
+        self._config = config
+        self._listener = listener
+        self._announce = announce
+        self._first_signal: int | None = None
+        self._drain_task: asyncio.Task[None] | None = None
+        self._parent_gone = asyncio.Event()
+        self._exit_code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._client = EngineClient(config, on_failure=lambda reason: self._exit(1))
+
+    async def run(self) -> int:
+        """Serve until the end. Returns the exit code.
+
+        Raises:
+            CheckpointError: the tokenizer or the generation config cannot be used.
+        """
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, self._on_signal, signum)
+        threading.Thread(target=self._watch_parent, args=(loop,), name="parent-watch", daemon=True).start()
+        port = self._listener.getsockname()[1]
+        self._announce(msgspec.json.encode({"zmq": self._client.endpoint, "port": port}) + b"\n")
+        receiving = asyncio.create_task(self._client.run())
+        receiving.add_done_callback(self._on_receiver_end)
+        try:
+            server = _HttpServer(await self._uvicorn_config())
+            serving = asyncio.create_task(server.serve(sockets=[self._listener]))
+            logger.info("listening on http://%s:%d", self._config.host, port)
+            ends: set[asyncio.Future[Any]] = {serving, self._exit_code}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            server.should_exit = True
+            await serving
+            return self._exit_code.result() if self._exit_code.done() else 1
+        finally:
+            receiving.cancel()
+            if self._drain_task is not None:
+                self._drain_task.cancel()
+            await asyncio.wait({receiving})
+            self._client.close()
+
+    async def _uvicorn_config(self) -> uvicorn.Config:
+        model_dir = Path(self._config.model_dir)
+        context = Context(
+            config=self._config,
+            client=self._client,
+            tokenizer=await asyncio.to_thread(Tokenizer.from_dir, model_dir),
+            sampling_defaults=sampling_defaults(model_dir),
+        )
+        return uvicorn.Config(
+            create_app(context),
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            ws="none",
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=FLUSH_TIMEOUT_S,
+        )
+
+    def _exit(self, code: int) -> None:
+        if self._exit_code.done():
+            return
+        self._exit_code.set_result(code)
+        _exit_hard_after(HARD_EXIT_S, code)
+
+    def _on_receiver_end(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("the rank receiver has failed", exc_info=task.exception())
+            self._client.fail("the front end has failed; see its log")
+
+    def _on_signal(self, signum: int) -> None:
+        loop = asyncio.get_running_loop()
+        if self._first_signal is None:
+            logger.info("%s: draining", signal.Signals(signum).name)
+            self._first_signal = signum
+            self._client.start_draining()
+            self._drain_task = loop.create_task(self._drain())
+        elif self._client.phase in (Phase.DRAINING, Phase.DRAINED) and not self._exit_code.done():
+            logger.warning("%s again: aborting", signal.Signals(signum).name)
+            if self._drain_task is not None:
+                self._drain_task.cancel()
+            self._drain_task = loop.create_task(self._abort(128 + signum))
+
+    async def _drain(self) -> None:
+        has_finished = True
+        try:
+            async with asyncio.timeout(self._config.drain_timeout_s):
+                await self._client.idle.wait()
+        except TimeoutError:
+            logger.warning("aborting %d requests at the drain timeout", self._client.num_open_requests)
+            has_finished = False
+        await self._leave(abort=not has_finished, grace_s=EXIT_GRACE_S)
+        self._exit(0)
+
+    async def _abort(self, code: int) -> None:
+        await self._leave(abort=True, grace_s=ABORT_GRACE_S)
+        self._exit(code)
+
+    async def _leave(self, *, abort: bool, grace_s: float) -> None:
+        self._client.fail_open_requests(unavailable("the server is shutting down", code="draining"))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await self._client.idle.wait()  # handlers abort what they started
+        self._client.drain(abort=abort)
+        gone = [asyncio.ensure_future(event.wait()) for event in (self._client.all_gone, self._parent_gone)]
+        await asyncio.wait(gone, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+        for future in gone:
+            future.cancel()
+
+    def _watch_parent(self, loop: asyncio.AbstractEventLoop) -> None:
+        with contextlib.suppress(OSError):
+            while os.read(sys.stdin.fileno(), 4096):
+                pass
+        with contextlib.suppress(RuntimeError):  # the loop has ended already
+            loop.call_soon_threadsafe(self._on_parent_gone)
+        time.sleep(HARD_EXIT_S + EXIT_GRACE_S)
+        os._exit(1)  # the loop is stuck
+
+    def _on_parent_gone(self) -> None:
+        self._parent_gone.set()
+        if self._client.phase is not Phase.DRAINED:
+            self._client.fail("the parent process has gone")
+            self._exit(1)
+
+
+def _exit_hard_after(delay_s: float, code: int) -> None:
+    """End the process if its orderly end takes longer."""
+
+    def exit_hard() -> None:
+        time.sleep(delay_s)
+        os._exit(code)
+
+    threading.Thread(target=exit_hard, name="hard-exit", daemon=True).start()

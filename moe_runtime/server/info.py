@@ -1,0 +1,77 @@
+"""``/v1/models``, ``/version`` and ``/server_info``."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from starlette.responses import Response
+
+import moe_runtime
+from moe_runtime.server.client import RankState
+from moe_runtime.server.context import Context
+
+__all__ = ["info_router"]
+
+
+def info_router(context: Context) -> APIRouter:
+    """The endpoints."""
+    router = APIRouter()
+
+    @router.get("/v1/models")
+    async def list_models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model(context)]}
+
+    @router.get("/v1/models/{model:path}")
+    async def retrieve_model(model: str) -> dict[str, Any]:
+        context.require_model(model)
+        return _model(context)
+
+    @router.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": moe_runtime.__version__}
+
+    @router.get("/server_info")
+    async def server_info() -> Response:
+        return Response(msgspec.json.encode(_server_info(context)), media_type="application/json")
+
+    return router
+
+
+def _model(context: Context) -> dict[str, Any]:
+    return {
+        "id": context.config.served_model_name,
+        "object": "model",
+        "created": context.created,
+        "owned_by": "moe-runtime",
+        "max_model_len": context.config.limits.max_total_tokens,
+    }
+
+
+def _server_info(context: Context) -> dict[str, Any]:
+    config, client = context.config, context.client
+    return {
+        **config.info,
+        "version": moe_runtime.__version__,
+        "phase": client.phase.value,
+        "served_model_name": config.served_model_name,
+        "world_size": config.world_size,
+        "limits": dataclasses.asdict(config.limits),
+        "sampling_defaults": context.sampling_defaults,
+        "num_open_requests": client.num_open_requests,
+        "ranks": [_rank(rank, client.ranks[rank]) for rank in sorted(client.ranks)],
+    }
+
+
+def _rank(rank: int, state: RankState) -> dict[str, Any]:
+    return {
+        "rank": rank,
+        "pid": state.pid,
+        "last_seen_s": round(time.monotonic() - state.last_seen, 3),
+        "num_open_sequences": state.num_sequences,
+        "info": state.info,
+        "stats": state.stats,
+    }

@@ -1,0 +1,73 @@
+"""Where the outputs of one HTTP call gather until its handler takes them.
+
+Outputs of the same choice merge while they wait, so a reader that is slow gets fewer, longer pieces; what
+waits is bounded by what the call asked for, and nobody else waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from moe_runtime.engine.messages import SequenceOutput, TokenLogprobs
+from moe_runtime.server.errors import ApiError
+
+__all__ = ["ChoiceUpdate", "Mailbox"]
+
+
+@dataclass(slots=True, kw_only=True)
+class ChoiceUpdate:
+    """What one choice gained since it was last taken; fields as in ``SequenceOutput``."""
+
+    request_idx: int
+    choice_idx: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+
+
+class Mailbox:
+    """Outputs of the engine requests that one HTTP call started. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._updates: dict[tuple[int, int], ChoiceUpdate] = {}
+        self._error: ApiError | None = None
+        self._changed = asyncio.Event()
+
+    def put(self, request_idx: int, output: SequenceOutput) -> None:
+        """Add what a rank has sent."""
+        key = (request_idx, output.choice_idx)
+        update = self._updates.get(key)
+        if update is None:
+            update = ChoiceUpdate(request_idx=request_idx, choice_idx=output.choice_idx)
+            self._updates[key] = update
+        update.token_ids.extend(output.token_ids)
+        if output.logprobs is not None:
+            update.logprobs.extend(output.logprobs)
+        if output.prompt_logprobs is not None:
+            update.prompt_logprobs = output.prompt_logprobs
+        if output.finish_reason is not None:
+            update.finish_reason = output.finish_reason
+            update.stop_reason = output.stop_reason
+        self._changed.set()
+
+    def fail(self, error: ApiError) -> None:
+        """End the call: the next ``take`` raises ``error``."""
+        self._error = error
+        self._changed.set()
+
+    async def take(self) -> list[ChoiceUpdate]:
+        """Wait for something, then take all there is, ordered by (request, choice).
+
+        Raises:
+            ApiError: the call has been failed.
+        """
+        await self._changed.wait()
+        self._changed.clear()
+        if self._error is not None:
+            raise self._error
+        updates = [self._updates[key] for key in sorted(self._updates)]
+        self._updates.clear()
+        return updates

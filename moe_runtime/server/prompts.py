@@ -1,0 +1,84 @@
+"""Prompts of a call as token ids."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from moe_runtime.engine.tokenizer import Tokenizer
+from moe_runtime.errors import InvalidRequestError
+from moe_runtime.server.schemas import ChatMessage, Prompts
+
+__all__ = ["MAX_INLINE_CHARS", "MAX_PROMPTS", "Prompt", "chat_prompt", "completion_prompts"]
+
+MAX_PROMPTS = 1024
+
+# Longer texts are tokenised in a thread, so that other streams go on meanwhile.
+MAX_INLINE_CHARS = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One prompt.
+
+    Attributes:
+        param: What to call it in errors.
+        ids: Its tokens.
+        text: As the caller wrote it; None where it came as ids.
+    """
+
+    param: str
+    ids: tuple[int, ...]
+    text: str | None
+
+
+async def completion_prompts(prompts: Prompts, tokenizer: Tokenizer) -> list[Prompt]:
+    """Tokenise the prompts of a completion; ids are taken as they are, and checked later.
+
+    Raises:
+        InvalidRequestError: too many prompts.
+    """
+    if len(prompts) > MAX_PROMPTS:
+        raise InvalidRequestError(
+            f"prompt ({len(prompts)} prompts) must have at most {MAX_PROMPTS}", param="prompt"
+        )
+
+    def encode_all() -> list[Prompt]:
+        result = []
+        for index, prompt in enumerate(prompts):
+            param = "prompt" if len(prompts) == 1 else f"prompt[{index}]"
+            if isinstance(prompt, str):
+                ids = tokenizer.encode(prompt, add_special_tokens=True, param=param)
+                result.append(Prompt(param=param, ids=tuple(ids), text=prompt))
+            else:
+                result.append(Prompt(param=param, ids=tuple(prompt), text=None))
+        return result
+
+    num_chars = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+    return encode_all() if num_chars <= MAX_INLINE_CHARS else await asyncio.to_thread(encode_all)
+
+
+async def chat_prompt(messages: list[ChatMessage], tokenizer: Tokenizer) -> Prompt:
+    """Render a conversation with the checkpoint's template and tokenise it.
+
+    Raises:
+        InvalidRequestError: the template refuses the messages.
+    """
+    if not messages:
+        raise InvalidRequestError("messages must hold at least one message", param="messages")
+    plain = [_plain(message) for message in messages]
+
+    def render() -> Prompt:
+        text = tokenizer.apply_chat_template(plain, add_generation_prompt=True)
+        ids = tokenizer.encode(text, add_special_tokens=False, param="messages")
+        return Prompt(param="messages", ids=tuple(ids), text=text)
+
+    num_chars = sum(len(message.content) for message in messages) + 64 * len(messages)
+    return render() if num_chars <= MAX_INLINE_CHARS else await asyncio.to_thread(render)
+
+
+def _plain(message: ChatMessage) -> dict[str, str]:
+    plain = {"role": "system" if message.role == "developer" else message.role, "content": message.content}
+    if message.name is not None:
+        plain["name"] = message.name
+    return plain

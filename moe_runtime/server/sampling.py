@@ -1,0 +1,72 @@
+"""From a body to the engine's ``SamplingParams``, and its complaints back in the caller's words."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
+
+from moe_runtime.engine.request import SamplingParams
+from moe_runtime.engine.tokenizer import SamplingDefaults
+from moe_runtime.errors import InvalidRequestError
+from moe_runtime.server.schemas import GenerationBody
+
+__all__ = ["caller_names", "check_stream_options", "sampling_params"]
+
+
+def sampling_params(
+    body: GenerationBody,
+    defaults: SamplingDefaults,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+) -> SamplingParams:
+    """Parameters of one engine request, not validated yet.
+
+    Args:
+        body: The body; its ``null`` fields take their defaults.
+        defaults: The checkpoint's values for temperature, top_p, top_k and min_p.
+        max_tokens: As the endpoint understands it.
+        logprobs: As the endpoint understands it.
+        prompt_logprobs: As the endpoint understands it.
+    """
+    return SamplingParams(
+        temperature=defaults["temperature"] if body.temperature is None else body.temperature,
+        top_p=defaults["top_p"] if body.top_p is None else body.top_p,
+        top_k=defaults["top_k"] if body.top_k is None else body.top_k,
+        min_p=defaults["min_p"] if body.min_p is None else body.min_p,
+        seed=body.seed,
+        n=1 if body.n is None else body.n,
+        max_tokens=max_tokens,
+        stop=tuple(body.stop or ()),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        ignore_eos=bool(body.ignore_eos),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        forced_token_ids=None if body.forced_token_ids is None else tuple(body.forced_token_ids),
+        include_stop_str_in_output=bool(body.include_stop_str_in_output),
+        skip_special_tokens=body.skip_special_tokens is not False,
+    )
+
+
+def check_stream_options(body: GenerationBody) -> None:
+    """Raises ``InvalidRequestError`` for ``stream_options`` without ``stream``."""
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequestError(
+            "stream_options is only allowed when stream is true", param="stream_options"
+        )
+
+
+@contextlib.contextmanager
+def caller_names(names: Mapping[str, str]) -> Iterator[None]:
+    """Rename fields in ``InvalidRequestError``: engine name -> the name that the caller used."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        message, param = error.message, error.param
+        for ours, theirs in names.items():
+            message = re.sub(rf"\b{ours}\b", theirs, message)
+            if param is not None:
+                param = re.sub(rf"^{ours}\b", theirs, param)
+        raise InvalidRequestError(message, param=param, code=error.code, status=error.status) from None

@@ -1,0 +1,157 @@
+"""Bodies of the two generation endpoints: types only. Values are checked once, in ``engine/request.py``.
+
+Every optional field may be ``null``, which means its default. Unknown fields are refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+__all__ = ["ChatBody", "ChatMessage", "CompletionBody", "GenerationBody", "Prompts", "StreamOptions"]
+
+Prompts = list[str | list[int]]
+
+_INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
+
+
+def _check_prompt(value: Any) -> Prompts:
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if all(isinstance(item, str) for item in value):
+            return list(value)
+        if all(_is_int64(item) for item in value):
+            return [value]
+        if all(isinstance(item, list) and all(_is_int64(x) for x in item) for item in value):
+            return list(value)
+    raise PydanticCustomError(
+        "prompt", "must be a string, a list of strings, a list of token ids or a list of lists of token ids"
+    )
+
+
+def _check_stop(value: Any) -> list[str] | None:
+    if isinstance(value, str):
+        return [value]
+    if value is None or (isinstance(value, list) and all(isinstance(item, str) for item in value)):
+        return value
+    raise PydanticCustomError("stop", "must be a string or a list of strings")
+
+
+def _check_content(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and value and all(_is_text_part(part) for part in value):
+        return "".join([part["text"] for part in value])
+    raise PydanticCustomError("content", "must be a string or a list of parts of type 'text'")
+
+
+def _is_text_part(part: Any) -> bool:
+    return (
+        isinstance(part, dict)
+        and part.keys() == {"type", "text"}
+        and part["type"] == "text"
+        and isinstance(part["text"], str)
+    )
+
+
+def _is_int64(value: Any) -> bool:
+    return type(value) is int and _INT64_MIN <= value <= _INT64_MAX
+
+
+_TEXT_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+    "additionalProperties": False,
+}
+_STRINGS = {"type": "array", "items": {"type": "string"}}
+_TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+
+_Int64 = Annotated[int, Field(ge=_INT64_MIN, le=_INT64_MAX)]
+_TokenIds = Annotated[list[_Int64], Field(fail_fast=True)]
+_PromptField = Annotated[
+    Any,
+    BeforeValidator(_check_prompt),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {**_STRINGS, "minItems": 1},
+                _TOKEN_IDS,
+                {"type": "array", "items": _TOKEN_IDS, "minItems": 1},
+            ]
+        }
+    ),
+]
+_StopField = Annotated[
+    Any,
+    BeforeValidator(_check_stop),
+    WithJsonSchema({"anyOf": [{"type": "string"}, _STRINGS, {"type": "null"}]}),
+]
+_ContentField = Annotated[
+    str,
+    BeforeValidator(_check_content),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART, "minItems": 1}]}),
+]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
+
+
+class StreamOptions(_Body):
+    """What a stream carries besides text: a last chunk with the usage, or the usage so far in every chunk."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationBody(_Body):
+    """Fields that both endpoints share."""
+
+    model: str
+    max_tokens: _Int64 | None = None
+    n: _Int64 | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: _Int64 | None = None
+    min_p: float | None = None
+    seed: _Int64 | None = None
+    stop: _StopField = None
+    stop_token_ids: _TokenIds | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: _Int64 | None = None
+    forced_token_ids: _TokenIds | None = None
+    return_token_ids: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+
+class CompletionBody(GenerationBody):
+    """``POST /v1/completions``."""
+
+    prompt: _PromptField
+    echo: bool | None = None
+    logprobs: _Int64 | None = None
+
+
+class ChatMessage(_Body):
+    """One message of a conversation. ``developer`` is another name of ``system``."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: _ContentField
+    name: str | None = None
+
+
+class ChatBody(GenerationBody):
+    """``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True)]
+    logprobs: bool | None = None
+    top_logprobs: _Int64 | None = None
+    max_completion_tokens: _Int64 | None = None

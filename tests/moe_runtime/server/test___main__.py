@@ -1,0 +1,58 @@
+"""Starting the process."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+
+from moe_runtime.server.config import encode_config
+
+
+def run(document):
+    return subprocess.run(
+        [sys.executable, "-m", "moe_runtime.server"],
+        input=document,
+        capture_output=True,
+        timeout=30,
+        check=False,
+    )
+
+
+def test_a_taken_port_is_one_message_and_exit_2(make_config):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = run(encode_config(make_config(port=port)))
+    assert done.returncode == 2
+    assert done.stdout == b""
+    assert done.stderr.decode().splitlines() == [
+        f"error: cannot listen on 127.0.0.1 port {port}: Address already in use"
+    ]
+
+
+def test_an_unreadable_checkpoint_is_one_message_and_exit_2(make_config, tmp_path):
+    config = make_config(model_dir=str(tmp_path))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "moe_runtime.server"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    with process:
+        process.stdin.write(encode_config(config))
+        process.stdin.flush()
+        assert process.wait(20) == 2
+        assert b"tokenizer.json is missing" in process.stderr.read()
+
+
+def test_no_configuration_is_exit_2():
+    for document in (b"", b"{}\n"):
+        done = run(document)
+        assert done.returncode == 2
+        assert b"no server configuration on standard input" in done.stderr
+
+
+def test_the_process_loads_no_torch(server):
+    maps = f"/proc/{server.process.pid}/maps"
+    with open(maps) as file:
+        assert "libtorch" not in file.read()

@@ -1,0 +1,77 @@
+"""Clients that go away, and the seeds that answers report."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from moe_runtime.engine.messages import AbortRequest, AddRequest
+from moe_runtime.engine.request import SamplingParams, choice_seed, make_request
+from moe_runtime.server.answer import new_id, reported_seed
+from tests.moe_runtime.server.conftest import wait_until
+from tests.moe_runtime.server.fake_rank import LIMITS
+
+BODY = '{"model": "m", "prompt": "Hello", "max_tokens": 2000, "n": 2, "stream": %s}'
+
+
+def test_a_reported_seed_repeats_its_choice():
+    for seed in (0, -1, 5, 2**63 - 1, -(2**63)):
+        request = make_request("r", [1], SamplingParams(seed=seed, max_tokens=1, n=128), LIMITS)
+        for choice_idx in range(128):
+            reported = reported_seed(request, choice_idx)
+            assert -(2**63) <= reported < 2**63
+            assert choice_seed(reported, 0) == choice_seed(seed, choice_idx)
+        assert reported_seed(request, 0) == seed
+
+
+def test_ids_are_new():
+    assert new_id("cmpl") != new_id("cmpl")
+
+
+def send(server, body):
+    """Send a request over a socket of our own and return the socket."""
+    connection = socket.create_connection(("127.0.0.1", server.announced["port"]))
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    connection.sendall((head + body).encode())
+    return connection
+
+
+@pytest.mark.parametrize("stream", ["true", "false"])
+@pytest.mark.parametrize("phase", ["queued", "running"])
+def test_a_client_that_goes_away_frees_its_request(start_server, stream, phase):
+    server = start_server(step_s=0.005)
+    if phase == "queued":
+        server.ranks.hold.set()
+    connections = [send(server, BODY % stream) for _ in range(10)]
+    wait_until(lambda: server.ranks.num_sequences == 20)
+    if phase == "running" and stream == "true":
+        for connection in connections:
+            assert b"200 OK" in connection.recv(4096)
+    for connection in connections:
+        connection.close()
+    wait_until(lambda: server.ranks.num_sequences == 0)
+    assert server.http.get("/server_info").json()["num_open_requests"] == 0
+    aborted = {message.request_id for message in server.ranks.messages(AbortRequest)}
+    assert aborted == {message.request.request_id for message in server.ranks.messages(AddRequest)}
+    assert [rank.epochs for rank in server.ranks.ranks] == [list(range(1, 21))] * 2
+    server.ranks.hold.clear()
+    assert server.complete(max_tokens=5)["usage"]["completion_tokens"] == 5
+
+
+def test_a_reader_that_stops_slows_nobody_and_gets_everything_later(start_server):
+    server = start_server()
+    body = '{"model": "m", "prompt": "Hello", "seed": 1, "max_tokens": 3000, "logprobs": 5, "n": 4, "stream": true}'
+    connection = socket.create_connection(("127.0.0.1", server.announced["port"]))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    connection.sendall((head + body).encode())
+    wait_until(lambda: server.ranks.messages(AddRequest) != [])
+    wait_until(lambda: server.ranks.num_sequences == 0)
+    assert server.complete(max_tokens=5)["usage"]["completion_tokens"] == 5
+    received = b""
+    while piece := connection.recv(1 << 20):
+        received += piece
+    connection.close()
+    assert received.count(b'"finish_reason":"length"') == 4
+    assert received.count(b"data: [DONE]") == 1

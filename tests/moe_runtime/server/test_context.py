@@ -1,0 +1,35 @@
+"""What every endpoint asks first."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe_runtime.server.context import Context
+from moe_runtime.server.errors import ApiError, unavailable
+
+
+class StubClient:
+    """A client in a given state."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def unavailable_error(self):
+        return self.error
+
+
+def context(config, error=None):
+    return Context(config=config, client=StubClient(error), tokenizer=None, sampling_defaults={})
+
+
+def test_an_unready_server_is_a_503(make_config):
+    context(make_config()).require_ready()
+    with pytest.raises(ApiError, match="later"):
+        context(make_config(), unavailable("later", code="not_ready")).require_ready()
+
+
+def test_an_unknown_model_is_a_404(make_config):
+    context(make_config()).require_model("m")
+    with pytest.raises(ApiError) as raised:
+        context(make_config()).require_model("gpt-4")
+    assert (raised.value.status, raised.value.code, raised.value.param) == (404, "model_not_found", "model")

@@ -1,0 +1,142 @@
+"""From outputs of ranks to text, ends and usage."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from moe_runtime.engine.messages import SequenceOutput, TokenLogprobs
+from moe_runtime.engine.request import SamplingParams, make_request
+from moe_runtime.server.context import Context
+from moe_runtime.server.errors import ApiError
+from moe_runtime.server.generation import Generation, merge_deltas
+from tests.moe_runtime.server.fake_rank import EOS_ID, LIMITS, byte_ids
+
+
+class StubClient:
+    """Keeps what it is asked to do."""
+
+    def __init__(self):
+        self.mailbox, self.aborts = None, []
+
+    def submit(self, request, mailbox, request_idx):
+        self.mailbox = mailbox
+
+    def abort(self, request_id, choice_idx=None):
+        self.aborts.append((request_id, choice_idx))
+
+
+@pytest.fixture
+def generate(tokenizer, make_config):
+    """``generate(params, batches)``: all deltas of one request, given batches of outputs, and the client."""
+
+    def run(params, batches, *, config=None):
+        client = StubClient()
+        defaults = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+        context = Context(
+            config=config or make_config(), client=client, tokenizer=tokenizer, sampling_defaults=defaults
+        )
+        request = make_request("r", byte_ids("Hi"), SamplingParams(seed=1, **params), LIMITS)
+
+        async def collect():
+            deltas = []
+            with Generation(context, [request]) as generation:
+                for batch in batches:
+                    for output in batch:
+                        client.mailbox.put(0, output)
+                    deltas += await generation.next_deltas()
+                return deltas, generation.num_completion_tokens, generation.is_finished
+
+        return *asyncio.run(collect()), client
+
+    return run
+
+
+def outputs(ids, *, finish_reason=None, step=1, choice_idx=0, stop_reason=None):
+    result = [SequenceOutput("r", choice_idx, tuple(ids[i : i + step])) for i in range(0, len(ids), step)]
+    last = result[-1]
+    result[-1] = SequenceOutput("r", choice_idx, last.token_ids, None, None, finish_reason, stop_reason)
+    return result
+
+
+@pytest.mark.parametrize("split", [1, 2, 5, 100])
+def test_a_stop_string_over_several_tokens_cuts_text_tokens_and_usage(generate, split):
+    ids = byte_ids("one two three four")
+    batches = [[output] for output in outputs(ids, step=split, finish_reason="length")]
+    met = []
+
+    def until_stop():
+        for batch in batches:
+            if met:
+                return
+            yield batch
+
+    deltas, num_tokens, is_finished, client = generate(
+        {"stop": ("o th", "never"), "max_tokens": 50}, _stop_when(until_stop(), ids, split, met)
+    )
+    whole = merge_deltas(deltas)
+    assert whole.text == "one tw"
+    assert (whole.finish_reason, whole.stop_reason) == ("stop", "o th")
+    assert list(whole.token_ids) == ids[:10]
+    assert num_tokens == 10
+    assert is_finished
+    assert client.aborts[0] == ("r", 0)
+
+
+def _stop_when(batches, ids, split, met):
+    """Yield batches up to the one that holds the tenth token."""
+    seen = 0
+    for batch in batches:
+        yield batch
+        seen += split
+        if seen >= 10:
+            met.append(True)
+
+
+def test_text_held_back_for_a_stop_string_comes_at_the_end(generate):
+    deltas, num_tokens, _, _ = generate(
+        {"stop": ("xyz",), "max_tokens": 9}, [[o] for o in outputs(byte_ids("ab xy"), finish_reason="length")]
+    )
+    assert [delta.text for delta in deltas] == ["a", "b", " ", "", "xy"]
+    assert merge_deltas(deltas).finish_reason == "length"
+    assert num_tokens == 5
+
+
+def test_an_end_of_sequence_token_counts_but_has_no_text(generate):
+    ids = [*byte_ids("ab"), EOS_ID]
+    for skip in (True, False):
+        deltas, num_tokens, _, _ = generate(
+            {"max_tokens": 9, "skip_special_tokens": skip}, [outputs(ids, finish_reason="stop", step=3)]
+        )
+        assert (deltas[0].text, deltas[0].stop_reason, num_tokens) == ("ab", None, 3)
+
+
+def test_outputs_wait_for_the_prompt_logprobs(generate):
+    entries = (None, TokenLogprobs(-1.0))
+    second = outputs(byte_ids("yy"), finish_reason="length", choice_idx=1, step=2)
+    first = SequenceOutput("r", 0, tuple(byte_ids("x")), None, entries, "length")
+    params = {"prompt_logprobs": 0, "n": 2, "max_tokens": 2}
+    deltas, _, is_finished, _ = generate(params, [second, [first]])
+    assert [(d.choice_idx, d.text, d.prompt_logprobs) for d in deltas] == [
+        (1, "yy", entries),
+        (0, "x", entries),
+    ]
+    assert is_finished
+
+
+def test_leaving_aborts_the_request(generate):
+    *_, client = generate({"max_tokens": 9}, [outputs(byte_ids("a"))])
+    assert client.aborts == [("r", None)]
+
+
+def test_a_request_that_the_engine_drops_is_a_503(generate):
+    with pytest.raises(ApiError) as raised:
+        generate({"max_tokens": 9}, [[SequenceOutput("r", 0, finish_reason="abort")]])
+    assert raised.value.status == 503
+
+
+def test_a_call_that_takes_too_long_is_a_504(generate, make_config):
+    with pytest.raises(ApiError) as raised:
+        generate({"max_tokens": 9}, [[]], config=make_config(request_timeout_s=0.05))
+    assert (raised.value.status, raised.value.code) == (504, "request_timeout")

@@ -1,0 +1,66 @@
+"""Bodies to sampling parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from moe_runtime.engine.request import SamplingParams
+from moe_runtime.errors import InvalidRequestError
+from moe_runtime.server.sampling import caller_names, check_stream_options, sampling_params
+from moe_runtime.server.schemas import CompletionBody
+
+DEFAULTS = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.1}
+
+
+def params(**fields):
+    body = CompletionBody(model="m", prompt="x", **fields)
+    return sampling_params(body, DEFAULTS, max_tokens=7, logprobs=None, prompt_logprobs=None)
+
+
+def test_the_checkpoint_fills_what_the_request_leaves_out():
+    expected = SamplingParams(temperature=0.6, top_p=0.9, top_k=20, min_p=0.1, max_tokens=7)
+    assert params() == expected
+    assert params(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0) == SamplingParams(
+        temperature=0.0, max_tokens=7
+    )
+
+
+def test_every_field_of_the_engine_is_passed_on():
+    given = {
+        "temperature": 0.5,
+        "top_p": 0.4,
+        "top_k": 3,
+        "min_p": 0.2,
+        "seed": -5,
+        "n": 2,
+        "stop": ["a"],
+        "stop_token_ids": [4],
+        "ignore_eos": True,
+        "forced_token_ids": [1, 2],
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+    }
+    result = dataclasses.asdict(params(**given))
+    for name, value in given.items():
+        assert result[name] == (tuple(value) if isinstance(value, list) else value)
+    untouched = set(result) - set(given)
+    assert untouched == {"max_tokens", "logprobs", "prompt_logprobs"}
+
+
+def test_complaints_use_the_callers_names():
+    with (
+        pytest.raises(InvalidRequestError) as raised,
+        caller_names({"max_tokens": "max_completion_tokens", "logprobs": "top_logprobs"}),
+    ):
+        raise InvalidRequestError("x and max_tokens is 5; prompt_logprobs", param="max_tokens", code="c")
+    assert raised.value.message == "x and max_completion_tokens is 5; prompt_logprobs"
+    assert (raised.value.param, raised.value.code) == ("max_completion_tokens", "c")
+
+
+def test_stream_options_need_a_stream():
+    body = CompletionBody(model="m", prompt="x", stream_options={"include_usage": True})
+    with pytest.raises(InvalidRequestError, match="stream_options"):
+        check_stream_options(body)
+    check_stream_options(body.model_copy(update={"stream": True}))
