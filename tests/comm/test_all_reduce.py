@@ -1,0 +1,50 @@
+"""all_reduce: the tree over the ranks' parts, the same bits on every rank."""
+
+from __future__ import annotations
+
+from functools import reduce
+
+import pytest
+import torch
+
+from moe_runtime.comm.all_reduce import all_reduce
+from moe_runtime.comm.groups import RankGroup
+from moe_runtime.kernels.trees import tree_sum
+from tests.bits import HOSTILE_KINDS, assert_bits_equal, hostile
+from tests.ranks import RankContext
+
+SHAPES = [(1,), (3, 5), (0, 4), (257, 33)]
+
+
+def part_of(kind: str, shape: tuple[int, ...], rank: int, size: int) -> torch.Tensor:
+    """Hostile along the ranks, the dimension that is summed."""
+    return hostile(kind, (*shape, size), seed=size)[..., rank]
+
+
+def reduce_all(context: RankContext) -> list[torch.Tensor]:
+    group = RankGroup(rank=context.rank, size=context.world_size, process_group=context.process_group)
+    results = []
+    for kind in HOSTILE_KINDS:
+        for shape in SHAPES:
+            part = part_of(kind, shape, context.rank, context.world_size)
+            results.append(all_reduce(part, group, torch.float32))
+            results.append(all_reduce(part.bfloat16(), group, torch.float32))
+            results.append(all_reduce(part, group, torch.bfloat16))
+    return results
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 8])
+def test_every_rank_gets_the_tree_of_the_parts(ranks, world_size):
+    expected = []
+    left_to_right_differs = False
+    for kind in HOSTILE_KINDS:
+        for shape in SHAPES:
+            parts = [part_of(kind, shape, rank, world_size) for rank in range(world_size)]
+            total = tree_sum(parts)
+            expected += [total, tree_sum([p.bfloat16().float() for p in parts]), total.bfloat16()]
+            left_to_right_differs |= not torch.equal(reduce(torch.add, parts), total)
+    for rank, results in enumerate(ranks(world_size, reduce_all)):
+        for i, (actual, wanted) in enumerate(zip(results, expected, strict=True)):
+            assert_bits_equal(actual, wanted, f"rank {rank}, case {i}")
+    # The control: with more than three parts a sum from left to right is another tree and must show.
+    assert left_to_right_differs == (world_size > 3)
