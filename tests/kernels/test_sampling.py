@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -226,6 +227,26 @@ def test_top_p_keeps_the_smallest_prefix_that_holds_the_mass():
     for top_p, expected in ((1e-9, {1}), (0.49, {1}), (0.6, {1, 2}), (0.8, {0, 1, 2}), (0.9, {0, 1, 2, 3})):
         chosen = {sample_row(logits, RowSampling(top_p=top_p, seed=i)) for i in range(200)}
         assert chosen == expected
+
+
+@pytest.mark.parametrize("top_p", [1e-9, 0.5, 0.9, 0.999, 1 - 1e-6, 1 - 1e-9, 1 - 2**-53])
+@pytest.mark.parametrize("scale", [0.1, 3.0, 12.0])
+def test_the_nucleus_is_the_literal_one_down_to_the_last_rank(top_p, scale):
+    values = (np.random.default_rng(3).normal(size=300) * scale).round(2).astype(np.float32)
+    x = values.astype(np.float64) - np.float64(values.max())
+    ranks = sorted(range(300), key=lambda i: (-values[i], i))
+    mass = [int(sampling._masses(x[i : i + 1])[0]) for i in ranks]
+    threshold = Fraction(top_p) * sum(mass)
+    kept = [i for k, i in enumerate(ranks) if sum(mass[:k]) < threshold]
+    assert sampling._nucleus(values, x, np.arange(300), top_p).tolist() == kept
+
+
+def test_equal_scores_go_to_the_lowest_id_whatever_the_ranks(monkeypatch):
+    monkeypatch.setattr(sampling, "gumbel_noise", lambda seed, position, ids: 2.0 - ids.astype(np.float64))
+    logits = torch.tensor([0.0, 1.0, 2.0])
+    for top_p in (1.0, 0.9999):
+        row = RowSampling(top_p=top_p)
+        assert sample_row(logits, row) == sample_reference(logits, row) == 0
 
 
 def test_top_p_counts_the_mass_that_top_k_left():
