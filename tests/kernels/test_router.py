@@ -10,6 +10,7 @@ from moe_runtime.kernels.router import route, route_reference, router_logits
 from tests.bits import HOSTILE_KINDS, assert_bits_equal, hostile
 
 TOLERANCE = 1e-6  # of fp32 weights, absolute
+LEAST_MARGIN = 1e-5  # of logits: below it the rank is a matter of rounding
 SHAPES = [(1, 1), (5, 2), (8, 8), (16, 4), (60, 4), (128, 8), (257, 3)]
 NORM = [True, False]
 
@@ -110,3 +111,16 @@ def test_duplicate_router_rows_have_equal_logits_in_every_batch(dtype):
         # 9 copies 0, and 3 copies 0: a copy is never chosen before its original.
         for original, copy in ((0, 3), (3, 9), (1, 4), (2, 5)):
             assert copy not in row or (original in row and row.index(original) < row.index(copy))
+
+
+def test_bfloat16_rows_choose_the_experts_of_exact_logits():
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(4096, 64, generator=generator).bfloat16()
+    rows = (torch.randn(16, 64, generator=generator) / 8).bfloat16()
+    exact = x.double() @ rows.double().T
+    ranked = exact.sort(1, descending=True).values
+    clear = ((ranked[:, :4] - ranked[:, 1:5]) > LEAST_MARGIN).all(1)
+    unclear = (~clear).nonzero().flatten().tolist()
+    assert len(unclear) <= 40, f"tokens with nearly tied experts: {unclear}"
+    ids, _ = route(router_logits(x, pack_weight(rows, 8)), 4, norm_topk_prob=True)
+    assert torch.equal(ids[clear], exact.argsort(1, descending=True)[:, :4][clear])
