@@ -13,8 +13,7 @@ import tyro
 
 from moe_runtime.config import GenerateConfig, ServeConfig
 from moe_runtime.env import from_environment, variables_of
-
-# from moe_runtime.verify.config import CheckConfig
+from moe_runtime.verify.config import CheckConfig
 
 __all__ = [
     "EXIT_FAULT",
@@ -80,4 +79,4 @@ def usage_error(message: str) -> NoReturn:
 
 def _known_variables() -> list[str]:
     """Variables of all commands: one environment may serve several of them."""
-    return [name for kind in (ServeConfig, GenerateConfig) for name in variables_of(kind)]
+    return [name for kind in (ServeConfig, GenerateConfig, CheckConfig) for name in variables_of(kind)]

@@ -1,9 +1,10 @@
-"""Progress of long work: a bar on a terminal, a log line every tenth otherwise."""
+"""Progress of long work: a bar on a terminal, a log line every few seconds otherwise."""
 
 from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -13,6 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 __all__ = ["progress_bar"]
 
 logger = logging.getLogger(__name__)
+
+LOG_INTERVAL_S = 2.0
 
 
 @contextmanager
@@ -31,17 +34,16 @@ def progress_bar(what: str, *, shown: bool) -> Iterator[Callable[[int, int], Non
             task = progress.add_task(what, total=None)
             yield lambda done, total: progress.update(task, completed=done, total=total)
     else:
-        yield _log_tenths(what)
+        yield _log_now_and_then(what)
 
 
-def _log_tenths(what: str) -> Callable[[int, int], None]:
-    last = -1
+def _log_now_and_then(what: str) -> Callable[[int, int], None]:
+    last_s = time.monotonic()
 
     def report(done: int, total: int) -> None:
-        nonlocal last
-        tenth = 10 * done // max(total, 1)
-        if tenth > last:
-            last = tenth
-            logger.info("%s: %d %%", what, 10 * tenth)
+        nonlocal last_s
+        if time.monotonic() - last_s >= LOG_INTERVAL_S:
+            last_s = time.monotonic()
+            logger.info("%s: %d of %d", what, done, total)
 
     return report

@@ -40,7 +40,7 @@ class RankService:
         rank: This rank.
         endpoint: ZeroMQ address of the front end.
         info: Sent with the ready message.
-        is_front_end_alive: Asked while idle; False ends the loop with an error.
+        is_front_end_alive: Asked between steps; False ends the loop with an error.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class RankService:
         self.rank = rank
         self.info = info
         self.is_front_end_alive = is_front_end_alive
+        self._parent_pid = os.getppid()
         self._epoch = 0
         self._drain = False
         self._last_report_s = 0.0
@@ -72,7 +73,8 @@ class RankService:
         """Serve until all ranks have drained.
 
         Raises:
-            RuntimeError: the front end has gone, or another rank has (from the collective).
+            RuntimeError: the front end has gone, or the process that started this one, or another rank (from the
+                collective).
         """
         self._socket.send(encode(RankReady(self.rank, os.getpid(), self.info)))
         asleep = True
@@ -99,6 +101,8 @@ class RankService:
         ready = bool(self._socket.poll(int(HEARTBEAT_S * 1000) if wait else 0))
         if self._monitor.poll(0) or not self.is_front_end_alive():
             raise RuntimeError("the front end has gone")
+        if os.getppid() != self._parent_pid:
+            raise RuntimeError("the process that started this rank has gone")
         if not ready:
             self._report([])
             return

@@ -1,0 +1,157 @@
+"""The server as users start it: torchrun, HTTP, eight ranks."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from moe_runtime.engine.llm import LLM
+from moe_runtime.engine.request import SamplingParams
+from tests.servers import RunningServer, running_server
+
+pytestmark = pytest.mark.xdist_group("servers")
+
+PROMPT = "HAMLET\nWhat a piece of work is"
+BODY = {"prompt": PROMPT, "max_tokens": 24, "seed": 7, "logprobs": 5, "temperature": 0.9}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with running_server(2, "--max-num-batched-tokens", "128", "--max-num-seqs", "32") as running:
+        yield running
+
+
+def _answer(response: dict[str, object]) -> str:
+    """Everything of a completion that must not depend on company."""
+    return json.dumps([response["choices"], response["usage"]])
+
+
+def test_http_and_offline_give_the_same_bits(server: RunningServer) -> None:
+    choice = server.complete(**BODY, return_token_ids=True)["choices"][0]
+    params = SamplingParams(max_tokens=24, seed=7, logprobs=5, temperature=0.9, top_p=0.95)
+    [offline] = LLM().generate([PROMPT], params)
+    assert tuple(choice["token_ids"]) == offline.outputs[0].token_ids
+    assert choice["text"] == offline.outputs[0].text
+    entries = offline.outputs[0].logprobs
+    assert entries is not None
+    assert choice["logprobs"]["token_logprobs"] == [entry.logprob for entry in entries]
+
+
+def test_an_answer_does_not_depend_on_the_load(server: RunningServer) -> None:
+    alone = _answer(server.complete(**BODY))
+    with concurrent.futures.ThreadPoolExecutor(24) as pool:
+        others = [
+            pool.submit(server.complete, prompt="O " * (3 * i + 1), max_tokens=5 + i, ignore_eos=True)
+            for i in range(16)
+        ]
+        targets = [pool.submit(server.complete, **BODY) for _ in range(8)]
+        assert {_answer(target.result()) for target in targets} == {alone}
+        for i, other in enumerate(others):
+            assert other.result()["usage"]["completion_tokens"] == 5 + i
+
+
+def test_the_openai_client_works_unmodified(server: RunningServer) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    messages = [{"role": "user", "content": "Speak of love"}]
+    whole = client.chat.completions.create(
+        model="builtin", messages=messages, seed=3, max_tokens=16, temperature=0.5
+    )
+    stream = client.chat.completions.create(
+        model="builtin", messages=messages, seed=3, max_tokens=16, temperature=0.5, stream=True
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert [model.id for model in client.models.list()] == ["builtin"]
+
+
+def test_a_client_that_leaves_frees_its_request(server: RunningServer) -> None:
+    body = {"model": "builtin", "prompt": "x", "max_tokens": 900, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+        next(response.iter_lines())
+    for _ in range(100):
+        stats = [rank["stats"] for rank in server.info()["ranks"]]
+        if all(s["num_running"] == s["num_waiting"] == 0 for s in stats):
+            break
+        time.sleep(0.1)
+    assert all(s["num_free_kv_blocks"] == s["num_kv_blocks"] for s in stats)
+
+
+def test_idle_ranks_do_not_step(server: RunningServer) -> None:
+    server.complete(prompt="x", max_tokens=2)
+    time.sleep(1.5)
+    before = [rank["stats"]["num_steps"] for rank in server.info()["ranks"]]
+    time.sleep(1.5)
+    assert [rank["stats"]["num_steps"] for rank in server.info()["ranks"]] == before
+
+
+def test_sigterm_to_rank_0_drains_and_all_exit_0() -> None:
+    with running_server(2) as server, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        running = pool.submit(server.complete, prompt="x", max_tokens=100, ignore_eos=True)
+        while not any(rank["stats"]["num_running"] for rank in server.info()["ranks"]):
+            time.sleep(0.05)
+        server.signal_rank(0, signal.SIGTERM)
+        assert running.result()["usage"]["completion_tokens"] == 100
+        assert server.wait_exit() == 0
+
+
+def test_one_process_drains_and_exits_0() -> None:
+    with running_server(1) as server:
+        server.complete(prompt="x", max_tokens=1)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait_exit() == 0
+
+
+def test_a_killed_rank_ends_the_gang() -> None:
+    with running_server(2) as server:
+        url = server.url
+        server.signal_rank(1, signal.SIGKILL)
+        assert server.wait_exit(30) != 0
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(f"{url}/health")
+
+
+def test_ranks_do_not_outlive_the_process_that_started_them() -> None:
+    with running_server(2) as server:
+        pids = [rank["pid"] for rank in server.info()["ranks"]]
+        server.process.kill()
+        end_s = time.monotonic() + 10
+        while any(_is_running(pid) for pid in pids) and time.monotonic() < end_s:
+            time.sleep(0.1)
+        assert not any(_is_running(pid) for pid in pids)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_port_in_use_is_told_before_anything_is_loaded() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        command = [sys.executable, "-m", "moe_runtime.serve", "--port", str(port)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert f"cannot listen on 127.0.0.1 port {port}" in done.stderr
+    assert "self-check" not in done.stderr
+
+
+def test_the_readme_command_serves_the_same_bits_on_eight_ranks(server: RunningServer) -> None:
+    expected = _answer(server.complete(**BODY))
+    with running_server(8) as eight:
+        assert {_answer(eight.complete(**BODY)) for _ in range(3)} == {expected}
+        assert len(eight.info()["ranks"]) == 8

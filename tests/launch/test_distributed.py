@@ -1,0 +1,38 @@
+"""Ranks from torchrun's environment."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe_runtime.comm.groups import RankGroup
+from moe_runtime.launch.distributed import close_ranks, init_ranks
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_without_torchrun_there_is_one_rank() -> None:
+    group = init_ranks()
+    assert group == RankGroup(rank=0, size=1)
+    close_ranks(group)
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"RANK": "0"}, r"WORLD_SIZE \(''\) must be an integer"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, r"RANK \('x'\) must be an integer"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, r"RANK \(2\) must be in \[0, WORLD_SIZE\)"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "MASTER_ADDR must be set"),
+    ],
+)
+def test_a_bad_environment_is_named(
+    environ: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=message):
+        init_ranks()

@@ -1,0 +1,118 @@
+"""Starts ``moe_runtime.serve`` under torchrun for a test, on loopback and a free port, and ends what it started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+
+__all__ = ["RunningServer", "running_server"]
+
+
+class RunningServer:
+    """A server process group.
+
+    Attributes:
+        process: The torchrun process, or the only rank without it.
+        url: ``http://127.0.0.1:PORT`` once ready.
+    """
+
+    def __init__(self, world_size: int, flags: list[str]) -> None:
+        launcher = [sys.executable]
+        if world_size > 1:
+            launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(world_size)]
+            launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+        command = [*launcher, "-m", "moe_runtime.serve", "--port", "0", *flags]
+        self.world_size = world_size
+        self.process = subprocess.Popen(
+            command,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+        self.log: list[str] = []
+        self.url = ""
+        self._reader = threading.Thread(target=self._read_log, daemon=True)
+        self._reader.start()
+
+    def wait_ready(self, timeout_s: float = 120.0) -> None:
+        """Block until ``/health/ready`` answers 200."""
+        end_s = time.monotonic() + timeout_s
+        while time.monotonic() < end_s:
+            if self.process.poll() is not None:
+                raise AssertionError(f"the server ended with {self.process.returncode}:\n{self.text}")
+            if self.url:
+                with contextlib.suppress(httpx.HTTPError):
+                    if httpx.get(f"{self.url}/health/ready").status_code == 200:
+                        return
+            time.sleep(0.1)
+        raise AssertionError(f"not ready after {timeout_s} s:\n{self.text}")
+
+    @property
+    def text(self) -> str:
+        """The log so far."""
+        return "".join(self.log)
+
+    def info(self) -> dict[str, Any]:
+        """``/server_info``."""
+        result: dict[str, Any] = httpx.get(f"{self.url}/server_info").json()
+        return result
+
+    def complete(self, **body: Any) -> dict[str, Any]:
+        """POST to ``/v1/completions`` and return the body of a 200."""
+        response = httpx.post(f"{self.url}/v1/completions", json={"model": "builtin", **body}, timeout=120)
+        assert response.status_code == 200, response.text
+        result: dict[str, Any] = response.json()
+        return result
+
+    def signal_rank(self, rank: int, signum: signal.Signals) -> None:
+        """Send a signal to one rank."""
+        os.kill(self.info()["ranks"][rank]["pid"], signum)
+
+    def wait_exit(self, timeout_s: float = 60.0) -> int:
+        """Exit code of the whole."""
+        code = self.process.wait(timeout_s)
+        self._reader.join(5)
+        return code
+
+    def close(self) -> None:
+        """End everything that is left of it."""
+        if self.process.poll() is None:
+            # torchrun passes SIGTERM on; ranks it leaves behind after SIGKILL end by themselves.
+            self.process.terminate()
+            try:
+                self.process.wait(30)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        self._reader.join(15)
+        if self.process.stderr is not None:
+            self.process.stderr.close()
+
+    def _read_log(self) -> None:
+        assert self.process.stderr is not None, "stderr is a pipe"
+        for line in self.process.stderr:
+            self.log.append(line)
+            if match := re.search(r"serving on (http://[\d.]+:\d+)", line):
+                self.url = match.group(1)
+
+
+@contextlib.contextmanager
+def running_server(world_size: int, *flags: str) -> Iterator[RunningServer]:
+    """A server that is ready."""
+    server = RunningServer(world_size, list(flags))
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        server.close()
