@@ -5,6 +5,8 @@ a rank is lost      the same, exit 1
 1st SIGTERM/SIGINT  new requests get 503; running ones finish, for drain_timeout_s at most; then Drain to
                     all ranks, and exit 0 when they have gone, stdin has ended, or EXIT_GRACE_S is over
 2nd SIGTERM/SIGINT  running requests end with an error, Drain(abort=True), exit 128 + signal
+
+A signal within SIGNAL_REPEAT_S of the first is the same one: terminals and launchers pass it on more than once.
 """
 
 from __future__ import annotations
@@ -32,12 +34,21 @@ from moe_runtime.server.config import ServerConfig
 from moe_runtime.server.context import Context
 from moe_runtime.server.errors import unavailable
 
-__all__ = ["ABORT_GRACE_S", "EXIT_GRACE_S", "FLUSH_TIMEOUT_S", "HARD_EXIT_S", "FrontEnd", "bind_http"]
+__all__ = [
+    "ABORT_GRACE_S",
+    "EXIT_GRACE_S",
+    "FLUSH_TIMEOUT_S",
+    "HARD_EXIT_S",
+    "SIGNAL_REPEAT_S",
+    "FrontEnd",
+    "bind_http",
+]
 
 EXIT_GRACE_S = 10.0
 ABORT_GRACE_S = 2.0
 FLUSH_TIMEOUT_S = 2
 HARD_EXIT_S = 5.0
+SIGNAL_REPEAT_S = 0.5
 
 logger = logging.getLogger(__name__)
 
@@ -53,9 +64,13 @@ def bind_http(host: str, port: int) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(2048)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(2048)
+        except OSError:
+            listener.close()
+            raise
     except OSError as error:
         raise OSError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
     listener.setblocking(False)
@@ -84,7 +99,7 @@ class FrontEnd:
         self._config = config
         self._listener = listener
         self._announce = announce
-        self._first_signal: int | None = None
+        self._first_signal_s: float | None = None
         self._drain_task: asyncio.Task[None] | None = None
         self._parent_gone = asyncio.Event()
         self._exit_code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -152,11 +167,13 @@ class FrontEnd:
 
     def _on_signal(self, signum: int) -> None:
         loop = asyncio.get_running_loop()
-        if self._first_signal is None:
+        if self._first_signal_s is None:
             logger.info("%s: draining", signal.Signals(signum).name)
-            self._first_signal = signum
+            self._first_signal_s = loop.time()
             self._client.start_draining()
             self._drain_task = loop.create_task(self._drain())
+        elif loop.time() - self._first_signal_s < SIGNAL_REPEAT_S:
+            logger.info("%s again, at once: still draining", signal.Signals(signum).name)
         elif self._client.phase in (Phase.DRAINING, Phase.DRAINED) and not self._exit_code.done():
             logger.warning("%s again: aborting", signal.Signals(signum).name)
             if self._drain_task is not None:
@@ -195,7 +212,8 @@ class FrontEnd:
                 pass
         with contextlib.suppress(RuntimeError):  # the loop has ended already
             loop.call_soon_threadsafe(self._on_parent_gone)
-        time.sleep(HARD_EXIT_S + EXIT_GRACE_S)
+        grace_s = EXIT_GRACE_S if self._client.phase is Phase.DRAINED else 0.0
+        time.sleep(grace_s + HARD_EXIT_S)
         os._exit(1)  # the loop is stuck
 
     def _on_parent_gone(self) -> None:

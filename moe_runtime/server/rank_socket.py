@@ -101,6 +101,8 @@ class RankSocket:
         self._context.term()
 
     def _send(self, rank: int, data: bytes) -> None:
+        if self._socket.closed:
+            return  # a handler that ends after us has nobody to tell
         # With DONTWAIT the future is done on return, so messages keep their order.
         future = cast(
             "asyncio.Future[Any]",

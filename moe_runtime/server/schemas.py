@@ -107,6 +107,7 @@ class StreamOptions(_Body):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: Literal[False] | None = None
 
 
 class GenerationBody(_Body):

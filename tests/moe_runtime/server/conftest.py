@@ -24,7 +24,7 @@ class RunningServer:
 
     def __init__(self, config: ServerConfig, *, with_ranks: bool = True, **rank_options: Any) -> None:
         self.config = config
-        self._log = tempfile.TemporaryFile()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # closed by close()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "moe_runtime.server"],
             stdin=subprocess.PIPE,

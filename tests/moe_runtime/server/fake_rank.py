@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import struct
 import threading
@@ -58,12 +59,18 @@ def write_checkpoint(path: Path, generation_config: dict[str, object] | None = N
 
 def byte_ids(text: str) -> list[int]:
     """Ids of plain text in the tokenizer of ``write_checkpoint``."""
+    index = _id_of_byte()
+    return [index[byte] for byte in text.encode()]
+
+
+@functools.cache
+def _id_of_byte() -> dict[int, int]:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
     character = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
     index = {c: i for i, c in enumerate(alphabet)}
-    return [index[character[byte]] for byte in text.encode()]
+    return {byte: index[character[byte]] for byte in range(256)}
 
 
 def fp32(value: float) -> float:
@@ -112,10 +119,15 @@ class Sequence:
     choice_idx: int
     num_sent: int = 0
 
+    @functools.cached_property
+    def output(self) -> tuple[list[int], str, int | None]:
+        """See ``output_ids``."""
+        return output_ids(self.request, self.choice_idx)
+
     def step(self, num_tokens: int) -> SequenceOutput:
         """The next output."""
         params = self.request.params
-        ids, finish_reason, stop_reason = output_ids(self.request, self.choice_idx)
+        ids, finish_reason, stop_reason = self.output
         start, end = self.num_sent, min(len(ids), self.num_sent + num_tokens)
         logprobs = prompt_logprobs = None
         if params.logprobs is not None:

@@ -61,9 +61,9 @@ def test_a_client_that_goes_away_frees_its_request(start_server, stream, phase):
 
 def test_a_reader_that_stops_slows_nobody_and_gets_everything_later(start_server):
     server = start_server()
-    body = '{"model": "m", "prompt": "Hello", "seed": 1, "max_tokens": 3000, "logprobs": 5, "n": 4, "stream": true}'
+    body = '{"model": "m", "prompt": "Hello", "seed": 1, "max_tokens": 900, "logprobs": 20, "n": 4, "stream": true}'
     connection = socket.create_connection(("127.0.0.1", server.announced["port"]))
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
     connection.sendall((head + body).encode())
     wait_until(lambda: server.ranks.messages(AddRequest) != [])

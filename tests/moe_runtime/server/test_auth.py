@@ -12,7 +12,7 @@ from moe_runtime.server.auth import OPEN_PATHS
 def keyed(make_config):
     from tests.moe_runtime.server.conftest import RunningServer
 
-    running = RunningServer(make_config(api_key="sk-\u00e9-secret-key".replace("\u00e9", "e")))
+    running = RunningServer(make_config(api_key="sk-e-secret-key"))
     yield running
     running.close()
 
@@ -23,7 +23,6 @@ def keyed(make_config):
         None,
         "",
         "Bearer",
-        "Bearer ",
         "Bearer wrong",
         "Basic sk-e-secret-key",
         "sk-e-secret-key",

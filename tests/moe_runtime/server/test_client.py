@@ -137,7 +137,7 @@ def test_drain_is_one_round_to_all_and_ends_when_all_ranks_have_gone(make_config
         client.start_draining()
         client.drain(abort=False)
         await asyncio.wait_for(client.all_gone.wait(), 5)
-        assert [m for m in ranks.messages(Drain)] == [Drain(epoch=1)] * 2
+        assert ranks.messages(Drain) == [Drain(epoch=1)] * 2
         assert failures == []
 
     with_client(make_config(), body)

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from moe_runtime.engine.messages import AbortRequest, Drain
-from moe_runtime.server.front_end import bind_http
+from moe_runtime.server.front_end import SIGNAL_REPEAT_S, bind_http
 from tests.moe_runtime.server.conftest import wait_until
 
 LONG = {"model": "m", "prompt": "Hello", "seed": 1, "max_tokens": 600}
@@ -80,7 +80,10 @@ def test_the_second_sigterm_aborts(start_server):
     server = start_server(step_s=0.02)
     with open_requests(server) as (plain, stream):
         server.process.send_signal(signal.SIGTERM)
+        server.process.send_signal(signal.SIGTERM)  # passed on twice
         wait_until(lambda: server.http.get("/health").status_code == 503)
+        time.sleep(SIGNAL_REPEAT_S)
+        assert server.http.get("/server_info").json()["phase"] == "draining"
         server.process.send_signal(signal.SIGTERM)
         assert plain.result().status_code == 503
         status, text = stream.result()

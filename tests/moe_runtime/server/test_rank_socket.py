@@ -18,6 +18,7 @@ from moe_runtime.engine.messages import (
     decode_rank_message,
     encode,
 )
+from moe_runtime.server import rank_socket
 from moe_runtime.server.rank_socket import RankSocket
 
 
@@ -112,7 +113,9 @@ def test_foreign_and_malformed_messages_are_dropped():
     with_ranks(2, body)
 
 
-def test_a_closed_connection_is_found_by_probing():
+def test_a_closed_connection_is_found_by_probing(monkeypatch):
+    monkeypatch.setattr(rank_socket, "PROBE_DELAYS_S", (0.0, 0.2))
+
     async def body(ranks):
         await ranks.socket.probe()
         assert ranks.unreachable == []
