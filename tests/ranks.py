@@ -41,7 +41,8 @@ __all__ = ["MAX_WORLD_SIZE", "RankContext", "RankError", "RankPool", "run_ranks"
 MAX_WORLD_SIZE = 8
 DEFAULT_TIMEOUT_S = 120.0
 PEER_GRACE_S = 10.0
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 240.0  # long: the machine may be busy; a rank that dies is seen at once
+STACK_WAIT_S = 10.0
 LOG_TAIL_BYTES = 4000
 
 _TESTS_DIR = Path(__file__).resolve().parent
@@ -250,8 +251,7 @@ class RankPool:
 
     def _hung(self, missing: list[_Worker], replies: dict[int, _Reply], job: _Job) -> RankError:
         for worker in missing:
-            worker.process.send_signal(signal.SIGUSR1)  # faulthandler writes the stacks to the log
-        time.sleep(0.5)
+            _ask_for_stack(worker)
         failures = {rank: reply.error for rank, reply in replies.items() if reply.error is not None}
         first = min(failures, key=lambda rank: replies[rank].at_s) if failures else missing[0].rank
         limit = "after another rank had failed" if failures else f"within {job.timeout_s:.0f} s"
@@ -262,7 +262,7 @@ class RankPool:
 
     def _died(self, worker: _Worker, replies: dict[int, _Reply]) -> RankError:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            worker.process.wait(5)
+            worker.process.wait(30)
         text = f"process died with exit code {worker.process.returncode}; its output:\n{worker.log_tail()}"
         failures = {worker.rank: text} | {r: reply.error for r, reply in replies.items() if reply.error}
         self.shutdown()
@@ -282,6 +282,20 @@ def run_ranks(
 def shutdown_ranks() -> None:
     """Stop the session's pool, if it was started."""
     _POOL.shutdown()
+
+
+def _ask_for_stack(worker: _Worker) -> None:
+    """Have faulthandler write the stacks of all threads to the log; returns when they are there, or after a while."""
+    before_bytes = worker.log_path.stat().st_size
+    worker.process.send_signal(signal.SIGUSR1)
+    deadline_s = time.monotonic() + STACK_WAIT_S
+    last_bytes = before_bytes
+    while time.monotonic() < deadline_s:
+        time.sleep(0.1)
+        size_bytes = worker.log_path.stat().st_size
+        if size_bytes == last_bytes > before_bytes:
+            return
+        last_bytes = size_bytes
 
 
 def _failure(failures: dict[int, str], *, first: int) -> RankError:
@@ -361,6 +375,10 @@ def _run_job(job: _Job, rank: int, store: Any, store_port: int, connection: Conn
     error: str | None = None
     _set_torchrun_environment(job, rank, store_port)
     try:
+        # The group of the last call goes only now, when every rank of it has answered: a rank that closed its
+        # connections earlier could break a peer that was still busy.
+        if dist.is_initialized():
+            dist.destroy_process_group()
         dist.init_process_group(
             "gloo",
             store=dist.PrefixStore(f"job{job.job_id}", store),
@@ -370,30 +388,28 @@ def _run_job(job: _Job, rank: int, store: Any, store_port: int, connection: Conn
         )
         group = dist.group.WORLD
         assert group is not None, "the default group was just made"
+        dist.barrier()  # or a rank that ends at once could leave a peer that is still connecting
         fn = _load(job)
         context = RankContext(rank=rank, world_size=job.world_size, process_group=group)
         result = pickle.dumps(fn(context, *pickle.loads(job.args_pickle)))
     except BaseException:
         error = traceback.format_exc()
     reply = _Reply(job_id=job.job_id, result_pickle=result, error=error, at_s=time.monotonic())
-    if error is not None:  # before the group goes, so that the peers' broken connections come later
-        connection.send(reply)
-    with contextlib.suppress(Exception):
-        if dist.is_initialized():
-            if error is not None:
-                _abort_default_group()
-            dist.destroy_process_group()
-    if error is None:
-        connection.send(reply)
+    connection.send(reply)
+    if error is not None:
+        _abort_default_group()
 
 
 def _abort_default_group() -> None:
     """Close the connections, so that peers inside a collective raise instead of waiting."""
     import torch.distributed as dist
 
-    group = dist.group.WORLD
-    if group is not None:
-        group.abort()
+    with contextlib.suppress(Exception):
+        group = dist.group.WORLD
+        if group is not None:
+            group.abort()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _set_torchrun_environment(job: _Job, rank: int, store_port: int) -> None:
