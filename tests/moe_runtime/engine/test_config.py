@@ -1,0 +1,22 @@
+"""Engine settings: impossible ones are refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe_runtime.engine.config import EngineConfig
+
+
+@pytest.mark.parametrize(
+    "name", ["max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_blocks"]
+)
+@pytest.mark.parametrize("value", [0, -1])
+def test_limits_below_one_are_refused_by_name(name, value):
+    with pytest.raises(ValueError, match=rf"{name} \({value}\) must be at least 1"):
+        EngineConfig(**{name: value})
+
+
+def test_a_budget_below_the_number_of_sequences_is_refused():
+    with pytest.raises(ValueError, match=r"max_num_batched_tokens \(63\) must be at least max_num_seqs"):
+        EngineConfig(max_num_batched_tokens=63)
+    assert EngineConfig(max_num_batched_tokens=64).max_num_seqs == 64
