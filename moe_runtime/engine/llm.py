@@ -38,7 +38,7 @@ class CompletionOutput:
         logprobs: One entry per output token where asked for.
         finish_reason: ``stop`` or ``length``.
         stop_reason: Stop string or stop token id that ended it, None for an end-of-sequence id.
-        seed: Seed in force (unsigned 64-bit), which repeats this choice as choice 0 of a new request.
+        seed: Seed in force (signed 64-bit, as requests take it), which repeats this choice as choice 0 of a new request.
     """
 
     text: str
@@ -255,7 +255,8 @@ class _Choice:
     def __init__(self, request: Request, choice_idx: int, tokenizer: Tokenizer | None) -> None:
         self.params = request.params
         assert request.params.seed is not None, "make_request sets the seed"
-        self.seed = choice_seed(request.params.seed, choice_idx)
+        seed = choice_seed(request.params.seed, choice_idx)
+        self.seed = seed - 2**64 if seed >= 2**63 else seed
         self.stream = TextStream(tokenizer, request.prompt_ids, request.params) if tokenizer else None
         self.text: list[str] = []
         self.token_ids: list[int] = []
