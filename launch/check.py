@@ -1,0 +1,58 @@
+"""Runs the check on the ranks: flags, process group, progress, table, exit code.
+
+Exit codes: 0 all equal, 2 usage or configuration, 4 a difference (or the start-up self-check failed), 5 a control was
+not noticed. All ranks exit with the same one; torchrun itself turns any of them but 0 into 1 and names it in its
+summary.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+
+from rich.console import Console
+
+from moe_runtime.engine.llm import LLM
+from moe_runtime.errors import CheckpointError, InvarianceError
+from moe_runtime.launch.cli import EXIT_SELF_CHECK, parse_config, usage_error
+from moe_runtime.launch.distributed import close_ranks, init_ranks
+from moe_runtime.launch.logs import setup_logging
+from moe_runtime.launch.progress import progress_bar
+from moe_runtime.verify.checker import check
+from moe_runtime.verify.config import CheckConfig
+
+__all__ = ["main"]
+
+NARROWEST_TABLE = 140
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Check, and print the table on rank 0. Returns the exit code."""
+    config = parse_config(CheckConfig, args, prog="moe_runtime.check")
+    try:
+        group = init_ranks()
+        setup_logging(group.rank)
+        engine = config.engine_in_force
+        options = {f.name: getattr(engine, f.name) for f in fields(engine) if f.name != "model"}
+        with progress_bar("loading weights", shown=group.rank == 0) as on_progress:
+            llm = LLM(engine.model, group=group, on_progress=on_progress, **options)
+        report = check(llm, config, lambda what: progress_bar(what, shown=group.rank == 0))
+        if group.rank == 0:
+            console = Console()
+            if not console.is_terminal:
+                console = Console(width=NARROWEST_TABLE)
+            report.print_to(console)
+            if config.json is not None:
+                config.json.write_text(report.to_json(), encoding="utf-8")
+    except InvarianceError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_SELF_CHECK
+    except (CheckpointError, ValueError, OSError) as error:
+        usage_error(str(error))
+    if report.exit_code:
+        # torchrun ends the other ranks when it sees the first leave with an error; they are leaving with the same one.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    close_ranks(group)
+    return int(report.exit_code)

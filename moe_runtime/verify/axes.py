@@ -1,0 +1,208 @@
+"""The axes of the check: which batches each runs. What a request gives must be the same in all of them.
+
+A request is known by its name. Its reference is its output in the reference batch or, for the modes that bring their
+own prompts (``single``, ``mixed``, ``prefix``), in the first batch that holds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from moe_runtime.verify.compare import Output
+from moe_runtime.verify.prompts import Case, PromptSource
+from moe_runtime.verify.runner import Run
+
+__all__ = ["AXES", "Axis", "AxisSetup", "Verdict"]
+
+NUM_ALONE = 8
+NUM_ARRIVAL_STEPS = 24
+CHUNK_TOKENS = (63, 64, 65)
+FULL_CHUNK_TOKENS = (16, 63, 64, 65, 127, 256)
+BATCH_SIZES = (1, 2, 7, 16, 33, 64)
+SHORT_OUTPUT_TOKENS = 8
+NUM_RANDOM_BATCHES = 2
+FULL_NUM_RANDOM_BATCHES = 10
+
+
+class Verdict(StrEnum):
+    """What an axis proves."""
+
+    RUN_TO_RUN = "run-to-run"  # the same batch twice: deterministic
+    POSITION = "position"  # the same batch in another order, on other ranks
+    BATCH = "batch"  # other company, or none
+    SCHEDULE = "schedule"  # other steps: chunks, preemption, prefill for decode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisSetup:
+    """What axes make their batches from.
+
+    Attributes:
+        source: Makes further prompts and random choices.
+        cases: The reference batch.
+        reference: Its outputs by name.
+        world_size: Ranks.
+        block_size: Tokens of a KV block.
+        full: Every case, every output token, more batches.
+    """
+
+    source: PromptSource
+    cases: Sequence[Case]
+    reference: Mapping[str, Output]
+    world_size: int
+    block_size: int
+    full: bool = False
+
+    def some_cases(self, num_default: int | None = None) -> list[Case]:
+        """All cases in full form, else the first ``num_default``, by default half."""
+        return list(self.cases if self.full else self.cases[: num_default or -(-len(self.cases) // 2)])
+
+    def short(self, cases: Sequence[Case]) -> list[Case]:
+        """Cases with a short output, but in full form."""
+        return [case if self.full else case.shortened(SHORT_OUTPUT_TOKENS) for case in cases]
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """An axis.
+
+    Attributes:
+        verdict: What it proves.
+        make_runs: Its batches.
+        needs_preemption: It proves nothing where no request was preempted.
+    """
+
+    verdict: Verdict
+    make_runs: Callable[[AxisSetup], list[Run]]
+    needs_preemption: bool = False
+
+
+def _again(setup: AxisSetup) -> list[Run]:
+    return [Run(name="the same batch again", cases=setup.cases)]
+
+
+def _shuffled(setup: AxisSetup) -> list[Run]:
+    return [Run(name="shuffled", cases=setup.source.shuffle("all", setup.cases))]
+
+
+def _alone(setup: AxisSetup) -> list[Run]:
+    return [
+        Run(name=f"alone on rank {i % setup.world_size}", cases=[case], ranks=[i % setup.world_size])
+        for i, case in enumerate(setup.some_cases(NUM_ALONE))
+    ]
+
+
+def _arrival(setup: AxisSetup) -> list[Run]:
+    cases = setup.source.shuffle("arrival", setup.some_cases())
+    return [
+        Run(
+            name="random arrival on random ranks",
+            cases=cases,
+            ranks=setup.source.integers("ranks", len(cases), setup.world_size),
+            arrival_steps=setup.source.integers("arrival", len(cases), NUM_ARRIVAL_STEPS),
+        )
+    ]
+
+
+def _chunks(setup: AxisSetup) -> list[Run]:
+    cases = setup.short(setup.some_cases())
+    whole = sum(len(case.prompt_ids) for case in cases)
+    sizes = FULL_CHUNK_TOKENS if setup.full else CHUNK_TOKENS
+    return [
+        Run(
+            name=f"at most {size} tokens a step",
+            cases=cases,
+            max_num_seqs=min(len(cases), size),
+            max_num_batched_tokens=size,
+        )
+        for size in (*sizes, max(whole, sizes[-1] + 1))
+    ]
+
+
+def _preempt(setup: AxisSetup) -> list[Run]:
+    def num_blocks(num_tokens: int) -> int:
+        return -(-num_tokens // setup.block_size)
+
+    def end_blocks(case: Case) -> int:
+        return num_blocks(len(case.prompt_ids) + case.num_output_tokens)
+
+    def start_blocks(case: Case) -> int:
+        return num_blocks(len(case.prompt_ids) + 1)
+
+    # Four or more to a rank, admitted in the first step to a cache that they fill: the first one that grows by a block
+    # preempts the latest. The shortest come latest: each gives back little, so that more are preempted.
+    growing_first = sorted(setup.cases, key=lambda case: end_blocks(case) == start_blocks(case))
+    cases = growing_first if setup.full else growing_first[: max(NUM_ALONE, len(setup.cases) // 4)]
+    cases.sort(key=lambda case: -len(case.prompt_ids))
+    num_ranks = max(1, min(setup.world_size, len(cases) // 4))
+    ranks = [i % num_ranks for i in range(len(cases))]
+    filled = min(sum(map(start_blocks, cases[rank::num_ranks])) for rank in range(num_ranks))
+    kv_cache_blocks = max(filled, *map(end_blocks, cases))
+    return [
+        Run(
+            name=f"{kv_cache_blocks} KV blocks a rank",
+            cases=cases,
+            ranks=ranks,
+            max_num_seqs=len(cases),
+            max_num_batched_tokens=sum(len(case.prompt_ids) for case in cases) + len(cases),
+            kv_cache_blocks=kv_cache_blocks,
+        )
+    ]
+
+
+def _forced(setup: AxisSetup) -> list[Run]:
+    cases = [case.forced(setup.reference[case.name].token_ids) for case in setup.some_cases(NUM_ALONE)]
+    return [Run(name="reference tokens forced", cases=cases)]
+
+
+def _scored(setup: AxisSetup) -> list[Run]:
+    cases = [case.scored(setup.reference[case.name].token_ids) for case in setup.some_cases()]
+    return [Run(name="output scored as prompt", cases=cases)]
+
+
+def _single(setup: AxisSetup) -> list[Run]:
+    variants = setup.short(setup.source.single_cases())
+    most = len(setup.cases)
+    sizes = range(1, most + 1) if setup.full else sorted({min(size, most) for size in BATCH_SIZES} | {2})
+    return [
+        Run(name=f"batch of {size}", cases=[variants[i % len(variants)] for i in range(size)])
+        for size in sizes
+    ]
+
+
+def _mixed(setup: AxisSetup) -> list[Run]:
+    return _random_batches(setup, "mixed", setup.short(setup.source.mixed_cases()))
+
+
+def _prefix(setup: AxisSetup) -> list[Run]:
+    return _random_batches(setup, "prefix", setup.short(setup.source.prefix_cases()))
+
+
+def _random_batches(setup: AxisSetup, what: str, cases: list[Case]) -> list[Run]:
+    """All cases in order, then random halves or more of them in random order."""
+    num_batches = FULL_NUM_RANDOM_BATCHES if setup.full else NUM_RANDOM_BATCHES
+    half = -(-len(cases) // 2)
+    extras = setup.source.integers(f"sizes of {what}", num_batches, len(cases) - half + 1)
+    runs = [Run(name="all in order", cases=cases)]
+    for i, extra in enumerate(extras):
+        batch = setup.source.shuffle(f"{what} {i}", cases)[: half + extra]
+        runs.append(Run(name=f"random batch {i}, {len(batch)} requests", cases=batch))
+    return runs
+
+
+AXES: dict[str, Axis] = {
+    "again": Axis(Verdict.RUN_TO_RUN, _again),
+    "shuffled": Axis(Verdict.POSITION, _shuffled),
+    "alone": Axis(Verdict.BATCH, _alone),
+    "arrival": Axis(Verdict.BATCH, _arrival),
+    "single": Axis(Verdict.BATCH, _single),
+    "mixed": Axis(Verdict.BATCH, _mixed),
+    "prefix": Axis(Verdict.BATCH, _prefix),
+    "chunks": Axis(Verdict.SCHEDULE, _chunks),
+    "preempt": Axis(Verdict.SCHEDULE, _preempt, needs_preemption=True),
+    "forced": Axis(Verdict.SCHEDULE, _forced),
+    "scored": Axis(Verdict.SCHEDULE, _scored),
+}
+"""All axes by name, in the order in which they run."""

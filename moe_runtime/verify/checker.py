@@ -1,0 +1,170 @@
+"""Runs the reference batch and the axes, and compares."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+from moe_runtime.engine.llm import LLM
+from moe_runtime.kernels.attention import BLOCK_SIZE
+from moe_runtime.kernels.schedules import Control, control
+from moe_runtime.verify.axes import AXES, AxisSetup
+from moe_runtime.verify.compare import (
+    Output,
+    count_logprob_differences,
+    digest_outputs,
+    encode_output,
+    first_difference,
+)
+from moe_runtime.verify.config import CheckConfig
+from moe_runtime.verify.prompts import PromptSource
+from moe_runtime.verify.report import AxisResult, CheckReport
+from moe_runtime.verify.runner import Run, Runner, RunResult
+
+__all__ = ["ProgressFactory", "check"]
+
+logger = logging.getLogger(__name__)
+
+ProgressFactory = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
+"""Opens a display under a name; what it yields is told (done, total)."""
+
+
+def check(llm: LLM, config: CheckConfig, progress: ProgressFactory) -> CheckReport:
+    """Run a check; a collective of all ranks with equal arguments, which all get equal results.
+
+    A control is in force in every run, the reference included: what differs then differs with the batch.
+
+    Args:
+        llm: The loaded model.
+        config: What to run.
+        progress: Shows progress.
+
+    Raises:
+        ValueError: the context is too short for the outputs.
+    """
+    context = llm.limits.max_total_tokens
+    if config.max_tokens >= context:
+        raise ValueError(f"max_tokens ({config.max_tokens}) must be below the context length ({context})")
+    start_s = time.perf_counter()
+    source = PromptSource(
+        seed=config.seed,
+        vocab_size=llm.limits.vocab_size,
+        context=context,
+        max_tokens=config.max_tokens,
+    )
+    cases = source.random_cases(config.num_prompts, both=config.full)
+    runner = Runner(llm)
+    with control(Control(config.control)):
+        reference_run = Run(name="reference", cases=cases)
+        (result,) = _run_all(runner, "reference", [reference_run], progress)
+        reference = {case.name: output for case, output in zip(cases, result.outputs, strict=True)}
+        report = CheckReport(
+            facts=_facts(llm, config),
+            digest=digest_outputs(reference),
+            control=Control(config.control),
+            expected_digest=config.expect_digest,
+        )
+        setup = AxisSetup(
+            source=source,
+            cases=cases,
+            reference=reference,
+            world_size=llm.group.size,
+            block_size=BLOCK_SIZE,
+            full=config.full,
+        )
+        for name in config.axis_names:
+            found = _check_axis(runner, name, setup, progress)
+            logger.info("%s: %d outputs, %s, %.1f s", name, found.num_cases, found.finding, found.wall_s)
+            report.axes.append(found)
+    report.wall_s = time.perf_counter() - start_s
+    return report
+
+
+def _check_axis(runner: Runner, name: str, setup: AxisSetup, progress: ProgressFactory) -> AxisResult:
+    start_s = time.perf_counter()
+    axis = AXES[name]
+    runs = axis.make_runs(setup)
+    results = _run_all(runner, name, runs, progress)
+    found = AxisResult(name=name, verdict=axis.verdict, num_runs=len(runs))
+    found.num_preemptions = sum(result.num_preemptions for result in results)
+    expected = dict(setup.reference)
+    distinct: set[tuple[str, bytes]] = set()
+    bad_run: tuple[Run, RunResult] | None = None
+    for run, result in zip(runs, results, strict=True):
+        for case, output in zip(run.cases, result.outputs, strict=True):
+            distinct.add((case.name, encode_output(output)))
+            if case.name not in expected:
+                expected[case.name] = output
+                continue
+            wanted = expected[case.name].prefix(case.num_output_tokens)
+            distinct.add((case.name, encode_output(wanted)))
+            found.num_cases += 1
+            difference = first_difference(run.name, case.name, wanted, output)
+            if difference is not None:
+                found.num_differing += 1
+                if bad_run is None:
+                    found.first_difference, bad_run = difference, (run, result)
+    found.num_requests = len({case_name for case_name, _ in distinct})
+    found.num_unique_outputs = len(distinct)
+    if found.num_cases == 0:
+        found.proves_nothing = "no request ran twice: this proves nothing"
+    elif axis.needs_preemption and found.num_preemptions == 0:
+        found.proves_nothing = "no request was preempted: this proves nothing"
+    if bad_run is not None:
+        forced = _with_forced_tokens(runner, name, *bad_run, expected, progress)
+        for case, output in zip(bad_run[0].cases, forced, strict=True):
+            wanted = expected[case.name].prefix(case.num_output_tokens)
+            found.num_forced_tokens += case.num_output_tokens
+            found.num_forced_differing += count_logprob_differences(wanted.logprobs, output.logprobs)
+    found.wall_s = time.perf_counter() - start_s
+    return found
+
+
+def _with_forced_tokens(
+    runner: Runner,
+    name: str,
+    run: Run,
+    result: RunResult,
+    expected: Mapping[str, Output],
+    progress: ProgressFactory,
+) -> list[Output]:
+    """The run again with the reference tokens as its output, so that every position has the same past."""
+    if all(case.is_forced for case in run.cases):
+        return result.outputs
+    cases = [case.forced(expected[case.name].token_ids[: case.num_output_tokens]) for case in run.cases]
+    (again,) = _run_all(runner, f"{name}, reference tokens forced", [replace(run, cases=cases)], progress)
+    return again.outputs
+
+
+def _run_all(runner: Runner, what: str, runs: Sequence[Run], progress: ProgressFactory) -> list[RunResult]:
+    total = sum(len(run.cases) for run in runs)
+    results: list[RunResult] = []
+    with progress(what) as on_progress:
+        done = 0
+        for run in runs:
+            num_cases = len(run.cases)
+
+            def on_finished(num_mine: int, before: int = done, most: int = num_cases) -> None:
+                # The other ranks' share is guessed until the run ends.
+                on_progress(before + min(most, num_mine * runner.llm.group.size), total)
+
+            results.append(runner.run(run, on_finished=on_finished))
+            done += num_cases
+            on_progress(done, total)
+    return results
+
+
+def _facts(llm: LLM, config: CheckConfig) -> dict[str, str | int]:
+    return {
+        "model": llm.config.model,
+        "fingerprint": llm.model.plan.fingerprint,
+        "dtype": llm.model.plan.dtype,
+        "context": llm.limits.max_total_tokens,
+        "ranks": llm.group.size,
+        "prompts": config.num_prompts,
+        "output tokens": config.max_tokens,
+        "seed": config.seed,
+    }

@@ -1,0 +1,78 @@
+"""What the check is told on its command line."""
+
+from __future__ import annotations
+
+import string
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from moe_runtime.engine.config import EngineConfig
+from moe_runtime.kernels.schedules import Control
+from moe_runtime.verify.axes import AXES
+
+__all__ = ["CheckConfig"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckConfig:
+    """Prove that results depend on nothing but the request.
+
+    Prompts and their seeds depend on ``--seed`` (0 where none is given), model and context length alone.
+
+    Attributes:
+        num_prompts: Random prompts in the reference batch.
+        max_tokens: Output tokens of each.
+        axes: Axes to run: again, shuffled, alone, arrival, single, mixed, prefix, chunks, preempt, forced, scored; by
+            default all.
+        full: Every prompt greedy and seeded, and every one of them on every axis; takes long.
+        json: File for the report.
+        control: Tree to switch off in all runs, to see the check fail: split-k-gemm, free-gemm, arrival-combine,
+            batch-attention, batch-noise. Exit code 4 when the check notices, 5 when it does not. Where no dtype is
+            given, float32: a few bfloat16 rows mostly add to the same fp32 sum in any order.
+        expect_digest: Digest that the outputs of the reference batch must have, from another run of the same check.
+    """
+
+    num_prompts: int = 64
+    max_tokens: int = 50
+    axes: tuple[str, ...] = ()
+    full: bool = False
+    json: Path | None = None
+    control: str = Control.NONE.value
+    expect_digest: str | None = None
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("num_prompts", "max_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} ({getattr(self, name)}) must be at least 1")
+        for axis in self.axes:
+            if axis not in AXES:
+                raise ValueError(f"axes ({axis}) must be among {', '.join(AXES)}")
+        if self.control not in set(Control):
+            raise ValueError(f"control ({self.control}) must be one of {', '.join(Control)}")
+        if self.expect_digest is not None:
+            if len(self.expect_digest) != 64 or not set(self.expect_digest) <= set(string.hexdigits):
+                raise ValueError(f"expect_digest ({self.expect_digest}) must be 64 hexadecimal digits")
+            if self.control != Control.NONE:
+                raise ValueError(
+                    f"expect_digest must not be given with control ({self.control}), which changes the outputs"
+                )
+        if self.json is not None and not self.json.parent.is_dir():
+            raise ValueError(f"json ({self.json}) must be in a folder that exists")
+
+    @property
+    def engine_in_force(self) -> EngineConfig:
+        """The engine's settings, with the dtype of a control."""
+        if self.control != Control.NONE and self.engine.dtype == "auto":
+            return replace(self.engine, dtype="float32")
+        return self.engine
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """Axes to run, in their own order."""
+        return tuple(name for name in AXES if not self.axes or name in self.axes)
+
+    @property
+    def seed(self) -> int:
+        """Seed of prompts, of sampling, and of dummy weights."""
+        return self.engine.seed or 0

@@ -1,0 +1,151 @@
+"""The requests of the check: a function of seed, vocabulary and context length, never of the number of ranks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from moe_runtime.engine.request import SamplingParams
+
+__all__ = ["NUM_TOP_LOGPROBS", "Case", "PromptSource"]
+
+NUM_TOP_LOGPROBS = 5
+MIXED_NUM_SHORT = 8
+MIXED_NUM_LONG = 4
+PREFIX_EDGES = (1, 63, 64, 65, 128, 255, 256, 257)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A request. Requests of one name must give the same bits, as far as their outputs reach.
+
+    Attributes:
+        name: Says prompt and sampling.
+        prompt_ids: The prompt.
+        params: Sampling; the output always has ``max_tokens`` or as many tokens as are forced.
+        num_scored: Nonzero: the last ``num_scored`` prompt tokens are an output to be scored as part of a prompt.
+    """
+
+    name: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    num_scored: int = 0
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens of the output that is compared."""
+        return self.num_scored or self.params.max_tokens or 0
+
+    @property
+    def is_forced(self) -> bool:
+        """The output's tokens are given, not chosen."""
+        return self.num_scored > 0 or self.params.forced_token_ids is not None
+
+    def shortened(self, max_tokens: int) -> Case:
+        """The same request with at most ``max_tokens`` tokens of output."""
+        return replace(
+            self,
+            params=replace(self.params, max_tokens=min(max_tokens, self.params.max_tokens or max_tokens)),
+        )
+
+    def forced(self, token_ids: Sequence[int]) -> Case:
+        """The same request made to output ``token_ids``."""
+        params = replace(self.params, max_tokens=len(token_ids), forced_token_ids=tuple(token_ids))
+        return replace(self, params=params)
+
+    def scored(self, token_ids: Sequence[int]) -> Case:
+        """A request that scores ``token_ids`` after the prompt, and generates nothing."""
+        params = replace(self.params, max_tokens=0, logprobs=None, prompt_logprobs=NUM_TOP_LOGPROBS)
+        prompt_ids = (*self.prompt_ids, *token_ids)
+        return replace(self, prompt_ids=prompt_ids, params=params, num_scored=len(token_ids))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSource:
+    """Makes all requests of a check.
+
+    Attributes:
+        seed: Decides everything together with the fields below.
+        vocab_size: Ids are drawn from ``[0, vocab_size)``.
+        context: Most tokens of prompt and output together.
+        max_tokens: Output tokens of a request.
+    """
+
+    seed: int
+    vocab_size: int
+    context: int
+    max_tokens: int
+
+    def random_cases(self, num_prompts: int, *, both: bool = False) -> list[Case]:
+        """Random prompts, lengths normal around a quarter of the context with a deviation of a tenth, clipped.
+
+        Args:
+            num_prompts: How many.
+            both: Each prompt greedy and seeded; else they take turns, even ones greedy.
+        """
+        cases = []
+        for i in range(num_prompts):
+            rng = self._rng(f"prompt {i}")
+            num_tokens = self._clip(round(rng.normalvariate(self.context / 4, self.context / 10)))
+            variants = self._variants(f"prompt {i}", self._ids(rng, num_tokens))
+            cases += variants if both else [variants[i % 2]]
+        return cases
+
+    def single_cases(self) -> list[Case]:
+        """One prompt, an eighth of the context long, greedy and seeded."""
+        return self._variants("single", self._ids(self._rng("single"), self._clip(self.context // 8)))
+
+    def mixed_cases(self) -> list[Case]:
+        """Prompts of a few tokens, and prompts of half to three quarters of the context."""
+        rng = self._rng("mixed")
+        lengths = [(f"short {i}", rng.randint(1, 8)) for i in range(MIXED_NUM_SHORT)]
+        for i in range(MIXED_NUM_LONG):
+            lengths.append((f"long {i}", rng.randint(self.context // 2, 3 * self.context // 4)))
+        return [
+            self._variants(name, self._ids(rng, self._clip(length)))[i % 2]
+            for i, (name, length) in enumerate(lengths)
+        ]
+
+    def prefix_cases(self) -> list[Case]:
+        """Prefixes of one text, half the context long: around block and chunk boundaries, and at random."""
+        rng = self._rng("prefix")
+        text = self._ids(rng, self._clip(self.context // 2))
+        lengths = {n for n in PREFIX_EDGES if n < len(text)} | {len(text)}
+        lengths |= {rng.randint(1, len(text)) for _ in range(4)}
+        return [
+            self._variants(f"prefix of {length}", text[:length])[i % 2]
+            for i, length in enumerate(sorted(lengths))
+        ]
+
+    def shuffle(self, what: str, cases: Sequence[Case]) -> list[Case]:
+        """``cases`` in another order, which depends on seed and ``what``."""
+        order = list(cases)
+        self._rng(f"shuffle {what}").shuffle(order)
+        return order
+
+    def integers(self, what: str, count: int, limit: int) -> list[int]:
+        """``count`` integers in ``[0, limit)``, which depend on seed and ``what``."""
+        rng = self._rng(f"integers {what}")
+        return [rng.randrange(limit) for _ in range(count)]
+
+    def _rng(self, what: str) -> random.Random:
+        # Seeding with a string goes through SHA-512: the same stream in every process.
+        return random.Random(f"{self.seed} {what}")
+
+    def _clip(self, num_tokens: int) -> int:
+        return max(1, min(num_tokens, self.context - self.max_tokens))
+
+    def _ids(self, rng: random.Random, num_tokens: int) -> tuple[int, ...]:
+        return tuple(rng.randrange(self.vocab_size) for _ in range(num_tokens))
+
+    def _variants(self, name: str, prompt_ids: tuple[int, ...]) -> list[Case]:
+        greedy = SamplingParams(
+            temperature=0.0, seed=0, max_tokens=self.max_tokens, ignore_eos=True, logprobs=NUM_TOP_LOGPROBS
+        )
+        seed = self._rng(f"seed of {name}").randrange(2**63)
+        seeded = replace(greedy, temperature=0.8, top_p=0.95, seed=seed)
+        return [
+            Case(name=f"{name} greedy", prompt_ids=prompt_ids, params=greedy),
+            Case(name=f"{name} seeded", prompt_ids=prompt_ids, params=seeded),
+        ]
