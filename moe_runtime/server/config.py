@@ -25,7 +25,7 @@ class ServerConfig:
         world_size: Number of ranks that will connect.
         api_key: Bearer key that clients must send; None asks for none.
         info: Shown by ``/server_info``; its ``system_fingerprint`` goes into responses.
-        zmq_host: Interface of the socket that ranks connect to.
+        zmq_host: Address to bind for the ranks, one that all of them can reach.
         drain_timeout_s: How long running requests may finish after the first SIGTERM.
         heartbeat_timeout_s: Silence after which a rank counts as lost.
         request_timeout_s: Longest time a request may take; None sets no limit.

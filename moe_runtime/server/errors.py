@@ -15,6 +15,7 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moe_runtime.errors import InvalidRequestError, MoERuntimeError
 
@@ -127,7 +128,29 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(ApiError, on_error)
     app.add_exception_handler(InvalidRequestError, on_error)
     app.add_exception_handler(HTTPException, on_http_exception)
-    app.add_exception_handler(Exception, on_error)
+    app.add_middleware(_FaultMiddleware)
+
+
+class _FaultMiddleware:
+    """Answers 500 for what nobody has caught. Starlette's own would end the connection after the answer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_started = False
+
+        async def watched_send(message: Message) -> None:
+            nonlocal is_started
+            is_started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched_send)
+        except Exception as error:
+            if is_started:
+                raise
+            await error_response(to_api_error(error))(scope, receive, send)
 
 
 def _encodable(text: str) -> str:

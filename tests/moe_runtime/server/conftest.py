@@ -43,7 +43,7 @@ class RunningServer:
         self.announced = json.loads(line)
         self.url = f"http://127.0.0.1:{self.announced['port']}"
         headers = {} if config.api_key is None else {"Authorization": f"Bearer {config.api_key}"}
-        self.http = httpx.Client(base_url=self.url, timeout=20, headers=headers)
+        self.http = httpx.Client(base_url=self.url, timeout=60, headers=headers)
         self.ranks = FakeRanks(self.announced["zmq"], config.world_size, **rank_options)
         if with_ranks:
             self.ranks.start()
@@ -92,7 +92,7 @@ class RunningServer:
         return document
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     """Poll until ``condition`` holds."""
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import struct
 import threading
 import time
@@ -32,6 +33,7 @@ from moe_runtime.engine.request import Request, RequestLimits, choice_seed
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 EOS_ID = VOCAB_SIZE - 1
+NAN_ID = 200
 LIMITS = RequestLimits(vocab_size=VOCAB_SIZE, max_model_len=4096, max_kv_tokens=8192)
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'user' and m.content == 'refuse' %}"
@@ -80,8 +82,11 @@ def fp32(value: float) -> float:
 
 
 def token_logprobs(token_id: int, position: int, num_top: int) -> TokenLogprobs:
-    """What the fake model thinks: the token itself is the most likely one; id 0 is impossible."""
-    logprob = fp32(-0.1 - token_id / 977 - position / 1013)
+    """What the fake model thinks: the token itself is the most likely one; id 0 is impossible.
+
+    ``NAN_ID`` breaks it.
+    """
+    logprob = math.nan if token_id == NAN_ID else fp32(-0.1 - token_id / 977 - position / 1013)
     ids = [token_id, *[(token_id + 1 + i) % VOCAB_SIZE for i in range(num_top)]][:num_top]
     top = [logprob if i == 0 else fp32(logprob - i / 3) for i in range(num_top)]
     top = [float("-inf") if token == 0 else value for token, value in zip(ids, top, strict=True)]

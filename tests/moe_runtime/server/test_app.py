@@ -8,7 +8,7 @@ import json
 import openai
 import pytest
 
-from tests.moe_runtime.server.fake_rank import EOS_ID
+from tests.moe_runtime.server.fake_rank import EOS_ID, NAN_ID
 
 COMPLETION = {"model": "m", "prompt": "Hello", "max_tokens": 4}
 
@@ -92,6 +92,20 @@ def test_the_server_is_unharmed_by_all_of_them(server):
     assert server.complete(seed=1, max_tokens=4)["choices"][0]["text"] == "1:5 "
     assert server.process.poll() is None
     assert "Traceback" not in server.log()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_our_own_fault_is_a_500_without_details(start_server, stream):
+    server = start_server()
+    fields = {"prompt": [5, NAN_ID], "logprobs": 0, "echo": True, "stream": stream}
+    response = server.http.post("/v1/completions", json={**COMPLETION, **fields})
+    assert response.status_code == 500
+    error = response.json()["error"]
+    assert (error["type"], error["code"]) == ("server_error", "internal_error")
+    assert "logprob" not in response.text
+    assert "ArithmeticError" in server.log()
+    assert server.complete(max_tokens=1)["choices"]
+    assert server.http.get("/server_info").json()["num_open_requests"] == 0
 
 
 def test_neutral_and_inert_fields_change_nothing(server):

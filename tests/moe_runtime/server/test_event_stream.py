@@ -35,7 +35,7 @@ class Connection:
 
 def run(body):
     async def outer():
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await body(Connection())
 
     asyncio.run(outer())

@@ -23,11 +23,11 @@ def open_requests(server):
     """A plain request and a stream that are being served; gives their futures."""
 
     def plain():
-        return httpx.post(server.url + "/v1/completions", json=LONG, timeout=20)
+        return httpx.post(server.url + "/v1/completions", json=LONG, timeout=60)
 
     def stream():
         with httpx.stream(
-            "POST", server.url + "/v1/completions", json={**LONG, "stream": True}, timeout=20
+            "POST", server.url + "/v1/completions", json={**LONG, "stream": True}, timeout=60
         ) as r:
             return r.status_code, r.read().decode()
 
@@ -60,7 +60,7 @@ def test_an_idle_server_drains_at_once(start_server):
     started = time.monotonic()
     server.process.send_signal(signal.SIGINT)
     assert server.process.wait(10) == 0
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 8
 
 
 def test_requests_that_outlive_the_drain_timeout_are_aborted(start_server):
@@ -121,7 +121,7 @@ def test_a_lost_rank_or_parent_ends_everything(start_server, fault):
         assert status == (503 if fault == "silence" else 200)
         assert '"code":"engine_dead"' in text
     assert server.process.wait(10) == 1
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 10
     reason = {"connection": "rank 1 (pid 1001) has gone", "silence": "has been silent", "parent": "parent"}
     assert reason[fault] in server.log()
     with pytest.raises(OSError, match="refused"):

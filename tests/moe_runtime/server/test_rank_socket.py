@@ -50,12 +50,12 @@ class Ranks:
         await self.until(lambda: len(self.received) == len(self.dealers))
 
     async def until(self, condition):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while not condition():
                 await asyncio.sleep(0.01)
 
     async def take(self, rank):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             return decode_rank_message(await self.dealers[rank].recv())
 
     def _on_disconnect(self):

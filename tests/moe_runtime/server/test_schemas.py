@@ -57,3 +57,6 @@ def test_whole_numbers_are_numbers_and_flags_are_not():
     assert CompletionBody(model="m", prompt="x", temperature=1).temperature == 1.0
     with pytest.raises(ValidationError):
         StreamOptions(include_usage=1)
+    StreamOptions(include_obfuscation=False)
+    with pytest.raises(ValidationError):
+        StreamOptions(include_obfuscation=True)
