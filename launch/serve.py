@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 
 import msgspec
@@ -18,7 +19,7 @@ from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.multiple_reduction import resolve_multiple_reduction
 from moe_runtime.config import ServeConfig
 from moe_runtime.engine.engine import Engine
-from moe_runtime.engine.kv_cache import KVCache, default_num_blocks
+from moe_runtime.engine.kv_cache import KVCache, default_num_blocks, kv_block_bytes
 from moe_runtime.engine.model_loader import NUMERICS_VERSION, ModelPlan, load_model, plan_model
 from moe_runtime.engine.request import RequestLimits
 from moe_runtime.engine.scheduler import SchedulerConfig
@@ -39,6 +40,7 @@ from moe_runtime.launch.front_end import ChildFailedError, FrontEndProcess
 from moe_runtime.launch.logs import setup_logging
 from moe_runtime.launch.progress import progress_bar
 from moe_runtime.launch.rank_service import RankService
+from moe_runtime.planner.memory import check_fit, rank_memory
 from moe_runtime.server.config import ServerConfig
 
 __all__ = ["main"]
@@ -113,6 +115,7 @@ def _serve(
     start_s: float,
 ) -> int:
     try:
+        _check_memory(plan, num_blocks, group)
         with progress_bar("loading weights", shown=group.rank == 0) as on_progress:
             model = load_model(plan, config.engine, group, on_progress=on_progress)
         kv_cache = KVCache(plan.config, num_blocks, plan.torch_dtype)
@@ -156,6 +159,38 @@ def _serve(
         service.close()
     close_ranks(group)
     return EXIT_OK
+
+
+def _check_memory(plan: ModelPlan, num_blocks: int, group: RankGroup) -> None:
+    """Refuse before loading what this host cannot hold; its first rank speaks for all of them."""
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(group.size)))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if local_rank != 0:
+        return
+    first = group.rank
+    placement = contiguous_placement(plan.config.num_experts, group.size)
+    block_bytes = kv_block_bytes(plan.config, plan.torch_dtype)
+    ranks = [
+        rank_memory(plan.config, placement, rank, num_blocks, block_bytes)
+        for rank in range(first, first + local_size)
+    ]
+    own = ranks[group.rank - first]
+    check_fit(ranks, _available_bytes())
+    logger.info(
+        "rank %d: %.1f MiB of weights, %.1f MiB of KV cache (%d blocks)",
+        group.rank,
+        own.weight_bytes / 2**20,
+        own.kv_bytes / 2**20,
+        num_blocks,
+    )
+
+
+def _available_bytes() -> int:
+    """Memory that could be had without swapping, from /proc/meminfo."""
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/meminfo has no MemAvailable")
 
 
 def _server_config(config: ServeConfig, plan: ModelPlan, num_blocks: int, group: RankGroup) -> ServerConfig:

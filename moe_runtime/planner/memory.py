@@ -1,0 +1,66 @@
+"""Bytes that a rank needs, from the model's configuration alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+from moe_runtime.engine.expert_weights import is_local
+from moe_runtime.eplb.placement import ExpertPlacement
+from moe_runtime.errors import CapacityError
+from moe_runtime.models.model_config import ModelConfig
+from moe_runtime.models.registry import tensor_specs
+
+__all__ = ["RankMemory", "check_fit", "rank_memory"]
+
+PACKED_ITEM_BYTES = 4  # the CPU path packs weights as fp32, whatever the checkpoint's dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """Memory of one rank, in bytes.
+
+    Attributes:
+        weight_bytes: Packed weights, dense ones and this rank's experts.
+        kv_bytes: KV cache.
+    """
+
+    weight_bytes: int
+    kv_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Both together; activations are small beside them."""
+        return self.weight_bytes + self.kv_bytes
+
+
+def rank_memory(
+    config: ModelConfig, placement: ExpertPlacement, rank: int, num_kv_blocks: int, kv_block_bytes: int
+) -> RankMemory:
+    """What one rank will hold.
+
+    Args:
+        config: Model.
+        placement: Where the experts of every layer are.
+        rank: Which rank.
+        num_kv_blocks: Blocks of its cache.
+        kv_block_bytes: Bytes of a block over all layers.
+    """
+    num_elements = sum(prod(spec.shape) for spec in tensor_specs(config) if is_local(spec, placement, rank))
+    return RankMemory(weight_bytes=num_elements * PACKED_ITEM_BYTES, kv_bytes=num_kv_blocks * kv_block_bytes)
+
+
+def check_fit(ranks: Iterable[RankMemory], available_bytes: int) -> int:
+    """Check that the ranks of one host fit its memory together; returns their total in bytes.
+
+    Raises:
+        CapacityError: with both figures and what to change.
+    """
+    total_bytes = sum(rank.total_bytes for rank in ranks)
+    if total_bytes > available_bytes:
+        raise CapacityError(
+            f"the ranks of this host need {total_bytes / 2**30:.1f} GiB and {available_bytes / 2**30:.1f} GiB are "
+            "available; lower kv_cache_blocks or max_model_len, or use more hosts"
+        )
+    return total_bytes

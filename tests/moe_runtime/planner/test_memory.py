@@ -1,0 +1,39 @@
+"""Bytes a rank needs."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe_runtime.engine.config import EngineConfig
+from moe_runtime.engine.kv_cache import kv_block_bytes
+from moe_runtime.engine.model_loader import plan_model
+from moe_runtime.eplb.placement import contiguous_placement
+from moe_runtime.errors import CapacityError
+from moe_runtime.planner.memory import RankMemory, check_fit, rank_memory
+
+
+def test_the_built_in_model_is_counted_to_the_last_element() -> None:
+    plan = plan_model(EngineConfig())
+    block_bytes = kv_block_bytes(plan.config, plan.torch_dtype)
+    assert block_bytes == 2 * 4 * 2 * 64 * 64 * 2
+    one = rank_memory(plan.config, contiguous_placement(16, 1), 0, 10, block_bytes)
+    assert one == RankMemory(weight_bytes=6_834_944 * 4, kv_bytes=10 * block_bytes)
+
+
+def test_experts_are_spread_and_the_rest_is_on_every_rank() -> None:
+    config = plan_model(EngineConfig()).config
+    one = rank_memory(config, contiguous_placement(16, 1), 0, 0, 0).weight_bytes
+    placement = contiguous_placement(16, 3)
+    three = [rank_memory(config, placement, rank, 0, 0).weight_bytes for rank in range(3)]
+    experts = 16 * 4 * 3 * 256 * 112 * 4
+    assert sum(three) == one + 2 * (one - experts)
+    assert three[0] > three[2]
+
+
+def test_what_does_not_fit_is_refused_with_both_figures() -> None:
+    ranks = [RankMemory(weight_bytes=2**30, kv_bytes=2**30)] * 2
+    assert check_fit(ranks, 4 * 2**30) == 4 * 2**30
+    with pytest.raises(
+        CapacityError, match=r"need 4\.0 GiB and 3\.9 GiB are available; lower kv_cache_blocks"
+    ):
+        check_fit(ranks, int(3.9 * 2**30))
