@@ -75,7 +75,9 @@ class CollectiveDispatcher(Dispatcher):
         num_tokens = received.tokens_per_rank[rank]
         own = self._num_local_experts(rank)
         send_splits = [combine_capacity(n, self.num_topk, own) for n in received.tokens_per_rank]
-        recv_splits = [combine_capacity(num_tokens, self.num_topk, self._num_local_experts(r)) for r in range(size)]
+        recv_splits = [
+            combine_capacity(num_tokens, self.num_topk, self._num_local_experts(r)) for r in range(size)
+        ]
         send = rows_ep_local.new_empty(sum(send_splits), rows_ep_local.shape[1])
         send[received.pairs.return_row] = rows_ep_local
         recv = self.group.exchange(send, send_splits, recv_splits)

@@ -44,9 +44,7 @@ class RankGroup:
         if self.size == 1:
             return send
         recv = send.new_empty((sum(recv_splits), *send.shape[1:]))
-        dist.all_to_all_single(
-            recv, send, list(recv_splits), list(send_splits), group=self.process_group
-        )
+        dist.all_to_all_single(recv, send, list(recv_splits), list(send_splits), group=self.process_group)
         return recv
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -59,6 +57,10 @@ class RankGroup:
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Every rank's bytes, in rank order; lengths may differ. For control work between steps."""
         lengths = self.all_gather(torch.tensor([len(data)])).flatten().tolist()
-        send = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        send = (
+            torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            if data
+            else torch.empty(0, dtype=torch.uint8)
+        )
         received = self.exchange(send.repeat(self.size), [len(data)] * self.size, lengths)
         return [bytes(piece.numpy()) for piece in received.split(lengths)]

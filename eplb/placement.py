@@ -58,7 +58,10 @@ class ExpertPlacement:
 
     def local_logical_experts(self, rank: int) -> list[int]:
         """Logical experts on a rank, in the order of its physical experts."""
-        return [int(e) for e in self.physical_to_logical_map[self.first_expert[rank] : self.first_expert[rank + 1]]]
+        return [
+            int(e)
+            for e in self.physical_to_logical_map[self.first_expert[rank] : self.first_expert[rank + 1]]
+        ]
 
 
 def contiguous_placement(
@@ -75,7 +78,9 @@ def contiguous_placement(
         order: Permutation of the logical experts to place instead of ascending ids.
     """
     if num_logical_experts < 1 or ep_size < 1:
-        raise ValueError(f"num_logical_experts ({num_logical_experts}) and ep_size ({ep_size}) must be at least 1")
+        raise ValueError(
+            f"num_logical_experts ({num_logical_experts}) and ep_size ({ep_size}) must be at least 1"
+        )
     each, extra = divmod(num_logical_experts, ep_size)
     first = [0]
     for rank in range(ep_size):

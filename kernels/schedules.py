@@ -36,7 +36,9 @@ class Control(StrEnum):
     NONE = "none"
     SPLIT_K_GEMM = "split-k-gemm"  # K cut in a number of parts chosen from the number of rows
     FREE_GEMM = "free-gemm"  # the library's GEMM at the batch's own row count
-    ARRIVAL_COMBINE = "arrival-combine"  # slots added in an order that depends on the row's place in the batch
+    ARRIVAL_COMBINE = (
+        "arrival-combine"  # slots added in an order that depends on the row's place in the batch
+    )
     BATCH_ATTENTION = "batch-attention"  # KV chunk length chosen from the number of rows
     BATCH_NOISE = "batch-noise"  # sampling noise keyed by the row's place in the batch
 
@@ -68,5 +70,5 @@ def row_tiles(k: int) -> tuple[int, ...]:
 
 def set_row_tiles(k: int, tiles: tuple[int, ...]) -> None:
     """Record the audit's result for chains of length ``k``."""
-    assert tiles and tiles[-1] == ROW_TILE, f"row tiles {tiles} must end with the canonical {ROW_TILE}"
+    assert tiles[-1:] == (ROW_TILE,), f"row tiles {tiles} must end with the canonical {ROW_TILE}"
     _row_tiles[k] = tiles

@@ -1,10 +1,10 @@
 """Errors that callers branch on. Everything else is ValueError, RuntimeError or an assertion.
 
-    MoERuntimeError
-    +-- InvalidRequestError (ValueError)    a request field breaks a rule; carries param, code, HTTP status
-    +-- CheckpointError (ValueError)        a checkpoint that cannot be loaded as asked
-    +-- CapacityError (RuntimeError)        it does not fit
-    +-- InvarianceError (RuntimeError)      a path cannot keep the invariance level asked for
+MoERuntimeError
++-- InvalidRequestError (ValueError)    a request field breaks a rule; carries param, code, HTTP status
++-- CheckpointError (ValueError)        a checkpoint that cannot be loaded as asked
++-- CapacityError (RuntimeError)        it does not fit
++-- InvarianceError (RuntimeError)      a path cannot keep the invariance level asked for
 """
 
 from __future__ import annotations

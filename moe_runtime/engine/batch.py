@@ -58,7 +58,9 @@ def make_batch(
         rows.extend(_wanted_rows(chunk, len(token_ids)))
         token_ids.extend(sequence.token_ids[start:end])
         positions.extend(range(start, end))
-        slots.extend(sequence.block_ids[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(start, end))
+        slots.extend(
+            sequence.block_ids[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(start, end)
+        )
     plan = None
     if chunks:
         plan = make_attention_plan(

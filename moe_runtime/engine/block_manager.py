@@ -30,7 +30,7 @@ class BlockManager:
         return -(-num_tokens // BLOCK_SIZE)
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Give the sequence room for its first ``num_tokens`` tokens; False, and nothing changed, if it does not fit."""
+        """Give the sequence room for its first ``num_tokens`` tokens; False if it does not fit."""
         num_new = self.num_blocks_for(num_tokens) - len(sequence.block_ids)
         if num_new > len(self._free):
             return False

@@ -101,7 +101,9 @@ class Engine:
                     row.sequence.prompt_logprobs.append(None)
                 row.sequence.prompt_logprobs.append(result.logprobs)
         outputs = [
-            output for chunk in chunks if (output := self._advance(chunk, chosen.get(chunk.sequence.arrival_idx)))
+            output
+            for chunk in chunks
+            if (output := self._advance(chunk, chosen.get(chunk.sequence.arrival_idx)))
         ]
         self.num_steps += 1
         self.last_step_ms = (time.perf_counter() - start) * 1e3
@@ -138,7 +140,10 @@ class Engine:
         if result is None:
             self.scheduler.finish(sequence)
             return SequenceOutput(
-                sequence.request_id, sequence.choice_idx, prompt_logprobs=prompt_logprobs, finish_reason="length"
+                sequence.request_id,
+                sequence.choice_idx,
+                prompt_logprobs=prompt_logprobs,
+                finish_reason="length",
             )
         sequence.token_ids.append(result.token_id)
         self.num_generation_tokens += 1

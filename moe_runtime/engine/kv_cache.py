@@ -18,7 +18,8 @@ class KVCache:
     def __init__(self, config: ModelConfig, num_blocks: int, dtype: torch.dtype) -> None:
         shape = (num_blocks, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
         self.layers = [
-            (torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)) for _ in range(config.num_layers)
+            (torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
+            for _ in range(config.num_layers)
         ]
 
 

@@ -77,9 +77,7 @@ class Scheduler:
     def abort(self, request_id: str, choice_idx: int | None = None) -> None:
         """Forget a request, or one choice of it; unknown ones are ignored."""
         for queue in (self.waiting, self.running):
-            gone = [
-                s for s in queue if s.request_id == request_id and choice_idx in (None, s.choice_idx)
-            ]
+            gone = [s for s in queue if s.request_id == request_id and choice_idx in (None, s.choice_idx)]
             for sequence in gone:
                 queue.remove(sequence)
                 self.blocks.free(sequence)
@@ -117,7 +115,10 @@ class Scheduler:
         while self.waiting and budget > 0 and len(self.running) < self.config.max_num_seqs:
             sequence = self.waiting[0]
             # Room for all of it, not just this chunk, so that an admitted prefill is seldom preempted at once.
-            if self.blocks.num_blocks_for(sequence.num_tokens + 1) > self.blocks.num_free_blocks and self.running:
+            if (
+                self.blocks.num_blocks_for(sequence.num_tokens + 1) > self.blocks.num_free_blocks
+                and self.running
+            ):
                 return
             num_tokens = min(sequence.num_uncomputed_tokens, budget)
             if not self.blocks.grow(sequence, num_tokens):

@@ -44,7 +44,9 @@ class ForwardInput:
 class _Layer:
     """One block's norms, attention and MLP."""
 
-    def __init__(self, attention: Attention, mlp: DenseMLP | MoE, read: Callable[[str], torch.Tensor]) -> None:
+    def __init__(
+        self, attention: Attention, mlp: DenseMLP | MoE, read: Callable[[str], torch.Tensor]
+    ) -> None:
         self.attention = attention
         self.mlp = mlp
         self.input_norm = read("input_norm").float()
@@ -115,7 +117,13 @@ class Decoder:
             if batch.attention is not None:
                 normed = rms_norm(x, layer.input_norm, eps)
                 branch = layer.attention(
-                    normed, batch.positions, batch.slot_mapping, batch.attention, self.rotary, k_cache, v_cache
+                    normed,
+                    batch.positions,
+                    batch.slot_mapping,
+                    batch.attention,
+                    self.rotary,
+                    k_cache,
+                    v_cache,
                 )
                 x = add_residual(x, branch)
             normed = rms_norm(x, layer.post_attention_norm, eps)

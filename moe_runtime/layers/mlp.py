@@ -78,6 +78,10 @@ class MoE:
         physical_idx = self.logical_to_physical[topk_idx]
         received = self.dispatcher.dispatch(x, physical_idx, topk_weights, tokens_per_rank)
         rows = expert_rows(
-            received.x_ep_local, received.pairs.row, received.pairs.local_expert, received.weights, self.experts
+            received.x_ep_local,
+            received.pairs.row,
+            received.pairs.local_expert,
+            received.weights,
+            self.experts,
         )
         return combine_slots(self.dispatcher.combine(rows, received)), topk_idx
