@@ -89,6 +89,7 @@ class _Job:
     job_id: int
     world_size: int
     timeout_s: float
+    master_port: int
     module_name: str
     module_path: str
     qualname: str
@@ -123,6 +124,7 @@ class RankPool:
     workers: list[_Worker] = field(default_factory=list)
     _store: Any = None
     _store_port: int = 0
+    _job_store: Any = None
     _log_dir: tempfile.TemporaryDirectory[str] | None = None
     _num_jobs: int = 0
 
@@ -155,10 +157,13 @@ class RankPool:
         try:
             self._grow(world_size)
             self._num_jobs += 1
+            # For env:// in fn: a store of its own, since torch would find the last call's addresses in a shared one.
+            self._job_store, master_port = _loopback_store()
             job = _Job(
                 job_id=self._num_jobs,
                 world_size=world_size,
                 timeout_s=timeout_s,
+                master_port=master_port,
                 module_name=module_name,
                 module_path=module_path,
                 qualname=qualname,
@@ -187,7 +192,7 @@ class RankPool:
             worker.process.wait()
             worker.connection.close()
         self.workers.clear()
-        self._store = None
+        self._store = self._job_store = None
         if self._log_dir is not None:
             self._log_dir.cleanup()
             self._log_dir = None
@@ -357,7 +362,7 @@ def _worker_main(connection_fd: int, rank: int, store_port: int) -> None:
     jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
     threading.Thread(target=_read_jobs, args=(connection, jobs), daemon=True).start()
     while True:
-        _run_job(jobs.get(), rank, store, store_port, connection)
+        _run_job(jobs.get(), rank, store, connection)
 
 
 def _read_jobs(connection: Connection, jobs: queue.SimpleQueue[_Job]) -> None:
@@ -368,12 +373,12 @@ def _read_jobs(connection: Connection, jobs: queue.SimpleQueue[_Job]) -> None:
     os._exit(1)
 
 
-def _run_job(job: _Job, rank: int, store: Any, store_port: int, connection: Connection) -> None:
+def _run_job(job: _Job, rank: int, store: Any, connection: Connection) -> None:
     import torch.distributed as dist
 
     result: bytes | None = None
     error: str | None = None
-    _set_torchrun_environment(job, rank, store_port)
+    _set_torchrun_environment(job, rank)
     try:
         # The group of the last call goes only now, when every rank of it has answered: a rank that closed its
         # connections earlier could break a peer that was still busy.
@@ -412,16 +417,15 @@ def _abort_default_group() -> None:
             dist.destroy_process_group()
 
 
-def _set_torchrun_environment(job: _Job, rank: int, store_port: int) -> None:
+def _set_torchrun_environment(job: _Job, rank: int) -> None:
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(job.world_size),
         "LOCAL_WORLD_SIZE": str(job.world_size),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store_port),
+        "MASTER_PORT": str(job.master_port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": str(job.job_id),  # a key prefix of its own for each env:// rendezvous
     }
 
 
