@@ -9,7 +9,7 @@ import pytest
 from moe_runtime.engine.messages import AbortRequest, AddRequest
 from moe_runtime.engine.request import SamplingParams, choice_seed, make_request
 from moe_runtime.server.answer import new_id, reported_seed
-from tests.moe_runtime.server.conftest import wait_until
+from tests.moe_runtime.server.conftest import RunningServer, wait_until
 from tests.moe_runtime.server.fake_rank import LIMITS
 
 BODY = '{"model": "m", "prompt": "Hello", "max_tokens": 2000, "n": 2, "stream": %s}'
@@ -37,26 +37,37 @@ def send(server, body):
     return connection
 
 
+@pytest.fixture(scope="module")
+def slow_server(make_config):
+    running = RunningServer(make_config(), step_s=0.005)
+    yield running
+    running.close()
+
+
 @pytest.mark.parametrize("stream", ["true", "false"])
 @pytest.mark.parametrize("phase", ["queued", "running"])
-def test_a_client_that_goes_away_frees_its_request(start_server, stream, phase):
-    server = start_server(step_s=0.005)
+def test_a_client_that_goes_away_frees_its_request(slow_server, stream, phase):
+    ranks = slow_server.ranks
+    num_rounds = len(ranks.ranks[0].received)
     if phase == "queued":
-        server.ranks.hold.set()
-    connections = [send(server, BODY % stream) for _ in range(10)]
-    wait_until(lambda: server.ranks.num_sequences == 20)
+        ranks.hold.set()
+    connections = [send(slow_server, BODY % stream) for _ in range(10)]
+    wait_until(lambda: ranks.num_sequences == 20)
     if phase == "running" and stream == "true":
         for connection in connections:
             assert b"200 OK" in connection.recv(4096)
     for connection in connections:
         connection.close()
-    wait_until(lambda: server.ranks.num_sequences == 0)
-    assert server.http.get("/server_info").json()["num_open_requests"] == 0
-    aborted = {message.request_id for message in server.ranks.messages(AbortRequest)}
-    assert aborted == {message.request.request_id for message in server.ranks.messages(AddRequest)}
-    assert [rank.epochs for rank in server.ranks.ranks] == [list(range(1, 21))] * 2
-    server.ranks.hold.clear()
-    assert server.complete(max_tokens=5)["usage"]["completion_tokens"] == 5
+    wait_until(lambda: ranks.num_sequences == 0)
+    ranks.hold.clear()
+    assert slow_server.http.get("/server_info").json()["num_open_requests"] == 0
+    aborted = {message.request_id for message in ranks.messages(AbortRequest)}
+    added = {m.request.request_id for m in ranks.messages(AddRequest) if m.request.params.n == 2}
+    assert aborted == added
+    wait_until(lambda: all(len(rank.received) == num_rounds + 20 for rank in ranks.ranks))
+    assert [rank.epochs for rank in ranks.ranks] == [list(range(1, num_rounds + 21))] * 2
+    assert slow_server.complete(max_tokens=5)["usage"]["completion_tokens"] == 5
+    wait_until(lambda: all(len(rank.received) == num_rounds + 21 for rank in ranks.ranks))
 
 
 def test_a_reader_that_stops_slows_nobody_and_gets_everything_later(start_server):

@@ -6,12 +6,11 @@ import httpx
 import pytest
 
 from moe_runtime.server.auth import OPEN_PATHS
+from tests.moe_runtime.server.conftest import RunningServer
 
 
 @pytest.fixture(scope="module")
 def keyed(make_config):
-    from tests.moe_runtime.server.conftest import RunningServer
-
     running = RunningServer(make_config(api_key="sk-e-secret-key"))
     yield running
     running.close()
