@@ -167,7 +167,11 @@ class LLM:
         mine = sorted(
             (arrival[i], i) for i in range(len(prompts)) if owner[i] % self.group.size == self.group.rank
         )
-        finished = self._run([(step, requests[i]) for step, i in mine], on_finished)
+        try:
+            finished = self._run([(step, requests[i]) for step, i in mine], on_finished)
+        except BaseException:
+            self.engine.abort_all()  # or what is left would answer requests of the next call
+            raise
         gathered = self.group.all_gather_bytes(msgspec.msgpack.encode(finished))
         by_id: dict[str, RequestOutput] = {}
         for data in gathered:
