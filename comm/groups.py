@@ -63,4 +63,4 @@ class RankGroup:
             else torch.empty(0, dtype=torch.uint8)
         )
         received = self.exchange(send.repeat(self.size), [len(data)] * self.size, lengths)
-        return [bytes(piece.numpy()) for piece in received.split(lengths)]
+        return [bytes(piece.numpy()) for piece in torch.split(received, lengths)]

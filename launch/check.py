@@ -51,7 +51,7 @@ def main(args: Sequence[str] | None = None) -> int:
         return EXIT_SELF_CHECK
     except (CheckpointError, ValueError, OSError) as error:
         usage_error(str(error))
-    if report.exit_code:
+    if report.exit_code and group.size > 1:
         # torchrun ends the other ranks when it sees the first leave with an error; they are leaving with the same one.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     close_ranks(group)

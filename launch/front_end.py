@@ -9,7 +9,7 @@ import sys
 
 from moe_runtime.server.config import ServerConfig, encode_config
 
-__all__ = ["FrontEndProcess"]
+__all__ = ["ChildFailedError", "FrontEndProcess"]
 
 
 class FrontEndProcess:
@@ -34,8 +34,10 @@ class FrontEndProcess:
         assert self._process.stdout is not None, "stdout is a pipe"
         self._process.stdin.write(encode_config(config))
         self._process.stdin.flush()
-        line = self._process.stdout.readline()
+        with self._process.stdout as stdout:
+            line = stdout.readline()
         if not line:
+            self._process.stdin.close()
             raise ChildFailedError(self._process.wait())
         announcement = json.loads(line)
         self.endpoint: str = announcement["zmq"]

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -127,5 +127,5 @@ def _read_lines(path: Path) -> list[str]:
 
 def _prompt(llm: LLM, prompt: str | list[int] | list[dict[str, str]]) -> str | list[int]:
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
-        return llm.chat_prompt(prompt)  # type: ignore[arg-type]
-    return prompt  # type: ignore[return-value]
+        return llm.chat_prompt(prompt)
+    return cast(str | list[int], prompt)

@@ -22,7 +22,7 @@ def variables_of(config_type: type[Any]) -> list[str]:
     """Names of all variables that ``from_environment`` reads for a configuration class."""
     names = []
     for field_name, field_type in _fields(config_type):
-        if is_dataclass(field_type):
+        if isinstance(field_type, type) and is_dataclass(field_type):
             names += variables_of(field_type)
         else:
             names.append(PREFIX + field_name.upper())
@@ -62,8 +62,8 @@ def _build(config_type: type[_Config], environ: Mapping[str, str], required: obj
     }
     for field_name, field_type in _fields(config_type):
         name = PREFIX + field_name.upper()
-        if is_dataclass(field_type):
-            values[field_name] = _build(field_type, environ, required)  # type: ignore[arg-type]
+        if isinstance(field_type, type) and is_dataclass(field_type):
+            values[field_name] = _build(field_type, environ, required)
         elif name in environ:
             values[field_name] = _parse(name, environ[name], field_type)
     return config_type(**values)

@@ -22,7 +22,11 @@ SKIPPED_FOLDERS = {"__pycache__", ".venv", ".git", "build", "dist", ".pytest_cac
 
 # Modules without a test file of their own, each with the reason.
 WITHOUT_TEST_FILE = {
+    "comm/base.py": "abstract; its one implementation is tested in test_collective.py",
+    "launch/serve.py": "run as users do by tests/e2e/test_serve.py",
     "moe_runtime/errors.py": "exception classes; raised in every other test",
+    "moe_runtime/models/decoder.py": "shared by the architectures; tested through test_qwen3_moe.py, test_mixtral.py",
+    "moe_runtime/models/model_config.py": "dataclasses without code",
     "moe_runtime/serve.py": "hands over to launch; e2e tests run it",
     "moe_runtime/generate.py": "hands over to launch; e2e tests run it",
     "moe_runtime/check.py": "hands over to launch; e2e tests run it",
@@ -132,7 +136,7 @@ def test_the_version_is_the_same_everywhere():
 
 
 def test_all_lists_the_public_names():
-    """Modules: all they define, and imports they pass on. ``__init__``: names it defines or imports."""
+    """Modules: all they define but constants, and imports they pass on. ``__init__``: names it defines or imports."""
     faults = [fault for path in module_files() for fault in _faults_of_all(path)]
     assert not faults, _lines(faults)
 
@@ -215,7 +219,9 @@ def _faults_of_all(path: str) -> list[str]:
     public = {name for name in defined if not name.startswith("_")} - {"logger"}
     if listed is None:
         return [f"{path}: no __all__ for {sorted(public)}"] if public else []
-    missing, unknown = sorted(public - set(listed)), sorted(set(listed) - public - _imported_names(tree))
+    # A constant is public when it is listed; others may be read by tests and by neighbours that say so.
+    missing = sorted(name for name in public - set(listed) if not name.isupper())
+    unknown = sorted(set(listed) - public - _imported_names(tree))
     if not missing and not unknown and len(set(listed)) == len(listed):  # ruff keeps the order (RUF022)
         return []
     return [f"{path}: __all__ lacks {missing}, lists {unknown} without need, or lists a name twice"]

@@ -21,6 +21,7 @@ __all__ = [
     "RankReady",
     "RankReport",
     "RankStats",
+    "ReportMessage",
     "SequenceOutput",
     "TokenLogprobs",
     "Wake",

@@ -65,7 +65,7 @@ class Attention:
         num_tokens = x.shape[0]
         qkv = _add_bias(linear(x, self.qkv, self.dtype), self.qkv_bias)
         heads = qkv.view(num_tokens, self.num_query_heads + 2 * self.num_kv_heads, self.head_dim)
-        q, k, v = heads.split([self.num_query_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        q, k, v = torch.split(heads, [self.num_query_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = rms_norm(q, self.q_norm, self.eps), rms_norm(k, self.k_norm, self.eps)
         cos, sin = rotary.cos[positions], rotary.sin[positions]

@@ -1,3 +1,5 @@
+"""Strict loading: every fault of the files is named before a tensor is read."""
+
 from __future__ import annotations
 
 from collections.abc import Callable

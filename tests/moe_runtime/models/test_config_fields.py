@@ -1,3 +1,5 @@
+"""Typed reads of config.json: what is not implemented is refused by name."""
+
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,3 +1,5 @@
+"""Random weights from (tensor name, seed)."""
+
 from __future__ import annotations
 
 import hashlib

@@ -1,3 +1,5 @@
+"""Mixtral configurations and tensor names, against transformers."""
+
 from __future__ import annotations
 
 from collections.abc import Callable

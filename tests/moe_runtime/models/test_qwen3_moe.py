@@ -1,3 +1,5 @@
+"""Qwen3-MoE configurations and tensor names, against transformers."""
+
 from __future__ import annotations
 
 from collections import Counter

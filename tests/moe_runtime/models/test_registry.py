@@ -1,3 +1,5 @@
+"""Architecture by name."""
+
 from __future__ import annotations
 
 import json

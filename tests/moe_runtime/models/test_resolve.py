@@ -1,3 +1,5 @@
+"""From a folder, a hub id or builtin to a model folder."""
+
 from __future__ import annotations
 
 from pathlib import Path

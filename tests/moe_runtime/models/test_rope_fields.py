@@ -1,3 +1,5 @@
+"""Rotary settings in both file forms."""
+
 from __future__ import annotations
 
 from importlib import import_module

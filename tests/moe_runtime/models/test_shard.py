@@ -1,3 +1,5 @@
+"""One safetensors file."""
+
 from __future__ import annotations
 
 import json

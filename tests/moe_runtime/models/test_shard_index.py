@@ -1,3 +1,5 @@
+"""Several safetensors files and their index."""
+
 from __future__ import annotations
 
 import json

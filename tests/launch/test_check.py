@@ -1,0 +1,58 @@
+"""The check program in process: exit codes, table, JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moe_runtime.launch.check import main
+from tests.checkpoints import tiny_config, write_checkpoint
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    model = write_checkpoint(tmp_path_factory.mktemp("check") / "tiny", tiny_config("mixtral"))
+    return ["--model", str(model), "--num-prompts", "4", "--max-tokens", "4"]
+
+
+def test_a_check_passes_and_writes_its_report(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "report.json"
+    assert main([*flags, "--axes", "again", "alone", "--json", str(target)]) == 0
+    content = json.loads(target.read_text())
+    assert [axis["name"] for axis in content["axes"]] == ["again", "alone"]
+    text = capsys.readouterr().out
+    assert f"digest: {content['digest']}" in text
+    assert "run-to-run: equal  position: not run  batch: equal" in text
+    assert main([*flags, "--axes", "again", "--expect-digest", content["digest"]]) == 0
+    assert main([*flags, "--axes", "again", "--expect-digest", "0" * 64]) == 4
+
+
+def test_a_control_ends_with_its_own_codes(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*flags, "--axes", "alone", "--control", "split-k-gemm"]) == 4
+    assert "control split-k-gemm was noticed by alone" in capsys.readouterr().out
+    assert main([*flags, "--axes", "again", "--control", "split-k-gemm"]) == 5
+    assert "was NOT noticed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (["--control", "noise"], "control (noise) must be one of"),
+        (["--axes", "batches"], "axes (batches) must be among"),
+        (["--max-tokens", "9999"], "max_tokens (9999) must be below the context length (512)"),
+        (["--model", "/no/such/model"], "/no/such/model"),
+    ],
+)
+def test_bad_usage_ends_with_code_2(
+    flags: list[str], bad: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([*flags, *bad])
+    assert stop.value.code == 2
+    # The parser draws a frame and wraps.
+    text = " ".join(word for word in capsys.readouterr().err.split() if not set(word) <= set("\u2502\u2500"))
+    assert message in text
