@@ -211,6 +211,7 @@ def _server_config(config: ServeConfig, plan: ModelPlan, num_blocks: int, group:
         ),
         world_size=group.size,
         api_key=config.http.api_key,
+        seed=config.engine.seed,
         drain_timeout_s=config.http.drain_timeout_s,
         heartbeat_timeout_s=config.http.heartbeat_timeout_s,
         info={

@@ -126,5 +126,10 @@ def _engine_request(
     )
     with caller_names(names):
         return make_request(
-            f"{call_id}-0", prompt.ids, params, context.config.limits, prompt_param=prompt.param
+            f"{call_id}-0",
+            prompt.ids,
+            params,
+            context.config.limits,
+            prompt_param=prompt.param,
+            fallback_seed=context.fallback_seed() if params.seed is None else None,
         )

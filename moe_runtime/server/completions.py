@@ -137,7 +137,12 @@ def _engine_requests(
         with caller_names(names):
             requests.append(
                 make_request(
-                    f"{call_id}-{index}", prompt.ids, params, context.config.limits, prompt_param=prompt.param
+                    f"{call_id}-{index}",
+                    prompt.ids,
+                    params,
+                    context.config.limits,
+                    prompt_param=prompt.param,
+                    fallback_seed=context.fallback_seed() if params.seed is None else None,
                 )
             )
     num_choices = sum(request.params.n for request in requests)

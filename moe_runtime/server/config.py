@@ -23,6 +23,7 @@ class ServerConfig:
         model_dir: Folder with ``tokenizer.json``, chat template and generation config.
         limits: What the loaded model and the deployment allow.
         world_size: Number of ranks that will connect.
+        seed: Seeds the seeds given to requests that bring none, in order of arrival; None makes them random.
         api_key: Bearer key that clients must send; None asks for none.
         info: Shown by ``/server_info``; its ``system_fingerprint`` goes into responses.
         zmq_host: Address to bind for the ranks, one that all of them can reach.
@@ -38,6 +39,7 @@ class ServerConfig:
     model_dir: str
     limits: RequestLimits
     world_size: int
+    seed: int | None = None
     api_key: str | None = field(default=None, repr=False)
     info: dict[str, Any] = field(default_factory=dict)
     zmq_host: str = "127.0.0.1"

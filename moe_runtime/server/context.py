@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from moe_runtime.engine.request import choice_seed
 from moe_runtime.engine.tokenizer import SamplingDefaults, Tokenizer
 from moe_runtime.server.client import EngineClient
 from moe_runtime.server.config import ServerConfig
@@ -30,6 +33,13 @@ class Context:
     tokenizer: Tokenizer
     sampling_defaults: SamplingDefaults
     created: int = field(default_factory=lambda: int(time.time()))
+    _num_unseeded: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    def fallback_seed(self) -> int | None:
+        """Seed for the next request that brings none; None leaves it to chance."""
+        if self.config.seed is None:
+            return None
+        return choice_seed(self.config.seed, next(self._num_unseeded)) >> 1
 
     def require_ready(self) -> None:
         """Raises ``ApiError`` 503 when no request can be taken now."""
