@@ -131,12 +131,12 @@ def _preempt(setup: AxisSetup) -> list[Run]:
     def start_blocks(case: Case) -> int:
         return num_blocks(len(case.prompt_ids) + 1)
 
-    # Four or more to a rank, admitted in the first step to a cache that they fill: the first one that grows by a block
+    # Eight or more to a rank, admitted in the first step to a cache that they fill: the first one that grows by a block
     # preempts the latest. The shortest come latest: each gives back little, so that more are preempted.
     growing_first = sorted(setup.cases, key=lambda case: end_blocks(case) == start_blocks(case))
     cases = growing_first if setup.full else growing_first[: max(NUM_ALONE, len(setup.cases) // 4)]
     cases.sort(key=lambda case: -len(case.prompt_ids))
-    num_ranks = max(1, min(setup.world_size, len(cases) // 4))
+    num_ranks = max(1, min(setup.world_size, len(cases) // 8))
     ranks = [i % num_ranks for i in range(len(cases))]
     filled = min(sum(map(start_blocks, cases[rank::num_ranks])) for rank in range(num_ranks))
     kv_cache_blocks = max(filled, *map(end_blocks, cases))
@@ -164,7 +164,7 @@ def _scored(setup: AxisSetup) -> list[Run]:
 
 def _single(setup: AxisSetup) -> list[Run]:
     variants = setup.short(setup.source.single_cases())
-    most = len(setup.cases)
+    most = min(len(setup.cases), BATCH_SIZES[-1])
     sizes = range(1, most + 1) if setup.full else sorted({min(size, most) for size in BATCH_SIZES} | {2})
     return [
         Run(name=f"batch of {size}", cases=[variants[i % len(variants)] for i in range(size)])

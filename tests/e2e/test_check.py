@@ -1,0 +1,62 @@
+"""The check as its users start it: under torchrun, with the digest of one rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe_runtime.launch.check import main
+from tests.checkpoints import tiny_config, write_checkpoint
+
+FLAGS = ["--num-prompts", "6", "--max-tokens", "4"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_checkpoint(tmp_path_factory.mktemp("check") / "tiny", tiny_config("qwen3_moe")))
+
+
+def torchrun(world_size: int, *flags: str) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size)]
+    launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    return subprocess.run(
+        [*launcher, "-m", "moe_runtime.check", *flags],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_two_ranks_print_one_table_and_the_digest_of_one_rank(model: str, tmp_path: Path) -> None:
+    alone, together = tmp_path / "1.json", tmp_path / "2.json"
+    assert main(["--model", model, *FLAGS, "--axes", "again", "--json", str(alone)]) == 0
+    digest = json.loads(alone.read_text())["digest"]
+    axes = ["again", "shuffled", "alone", "arrival", "chunks", "scored"]
+    done = torchrun(
+        2, "--model", model, *FLAGS, "--axes", *axes, "--json", str(together), "--expect-digest", digest
+    )
+    assert done.returncode == 0, done.stderr
+    content = json.loads(together.read_text())
+    assert content["digest"] == digest
+    assert content["facts"]["ranks"] == 2
+    assert [axis["name"] for axis in content["axes"]] == axes
+    assert done.stdout.count("digest: ") == 1
+    assert done.stdout.count("passed: all outputs are equal") == 1
+
+
+def test_all_ranks_leave_with_code_4(model: str) -> None:
+    done = torchrun(2, "--model", model, *FLAGS, "--axes", "alone", "--control", "free-gemm")
+    assert done.returncode != 0
+    assert "control free-gemm was noticed by alone" in done.stdout
+    # torchrun's summary has one entry for each rank.
+    assert [line.split()[2] for line in done.stderr.splitlines() if line.strip().startswith("exitcode")] == [
+        "4",
+        "4",
+    ]

@@ -1,0 +1,114 @@
+"""The batches that each axis makes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from moe_runtime.verify.axes import AXES, AxisSetup, Verdict
+from moe_runtime.verify.compare import Output
+from moe_runtime.verify.prompts import PromptSource
+from moe_runtime.verify.runner import Run
+
+SOURCE = PromptSource(seed=0, vocab_size=50, context=1024, max_tokens=50)
+CASES = SOURCE.random_cases(64)
+REFERENCE = {case.name: Output(token_ids=tuple(range(50)), logprobs=()) for case in CASES}
+SETUP = AxisSetup(source=SOURCE, cases=CASES, reference=REFERENCE, world_size=4, block_size=64)
+
+
+def runs_of(name: str, setup: AxisSetup = SETUP) -> list[Run]:
+    return AXES[name].make_runs(setup)
+
+
+def names(run: Run) -> list[str]:
+    return [case.name for case in run.cases]
+
+
+def test_each_verdict_has_an_axis() -> None:
+    assert {axis.verdict for axis in AXES.values()} == set(Verdict)
+
+
+@pytest.mark.parametrize("name", AXES)
+@pytest.mark.parametrize("full", [False, True])
+def test_every_request_can_run(name: str, full: bool) -> None:
+    setup = replace(SETUP, full=full)
+    for run in runs_of(name, setup):
+        assert run.cases
+        for case in run.cases:
+            num_tokens = len(case.prompt_ids) + (case.params.max_tokens or 0)
+            assert num_tokens <= 1024
+            if run.kv_cache_blocks is not None:
+                assert num_tokens <= run.kv_cache_blocks * 64
+        for per_case in (run.ranks, run.arrival_steps):
+            assert per_case is None or len(per_case) == len(run.cases)
+        assert run.ranks is None or set(run.ranks) <= set(range(4))
+        if run.max_num_batched_tokens is not None:
+            assert (run.max_num_seqs or 0) <= run.max_num_batched_tokens
+
+
+def test_the_same_batch_runs_again_and_in_another_order() -> None:
+    (again,) = runs_of("again")
+    (shuffled,) = runs_of("shuffled")
+    assert list(again.cases) == CASES
+    assert names(shuffled) != names(again)
+    assert Counter(names(shuffled)) == Counter(names(again))
+
+
+@pytest.mark.parametrize(("full", "num_runs"), [(False, 8), (True, 64)])
+def test_requests_run_alone_on_every_rank(full: bool, num_runs: int) -> None:
+    runs = runs_of("alone", replace(SETUP, full=full))
+    assert [len(run.cases) for run in runs] == [1] * num_runs
+    assert {rank for run in runs for rank in run.ranks or ()} == {0, 1, 2, 3}
+    assert {case.params.temperature for run in runs for case in run.cases} == {0.0, 0.8}
+
+
+def test_arrivals_are_spread() -> None:
+    (run,) = runs_of("arrival")
+    assert len(set(run.arrival_steps or ())) > 10
+    assert len(set(run.ranks or ())) == 4
+
+
+def test_chunks_are_cut_around_the_block_size_and_not_at_all() -> None:
+    runs = runs_of("chunks")
+    assert [run.max_num_batched_tokens for run in runs][:3] == [63, 64, 65]
+    whole = sum(len(case.prompt_ids) for case in runs[0].cases)
+    assert runs[-1].max_num_batched_tokens == whole
+    assert len(runs_of("chunks", replace(SETUP, full=True))) > len(runs)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 8])
+def test_the_small_cache_is_full_at_the_start(world_size: int) -> None:
+    (run,) = runs_of("preempt", replace(SETUP, world_size=world_size))
+    assert run.kv_cache_blocks is not None
+    by_rank = Counter[int]()
+    for case, rank in zip(run.cases, run.ranks or (), strict=True):
+        by_rank[rank] += -(-(len(case.prompt_ids) + 1) // 64)
+    assert all(blocks >= run.kv_cache_blocks for blocks in by_rank.values())
+
+
+def test_one_prompt_fills_batches_of_many_sizes() -> None:
+    runs = runs_of("single")
+    assert [len(run.cases) for run in runs] == [1, 2, 7, 16, 33, 64]
+    assert len({name for run in runs for name in names(run)}) == 2
+    assert len({case.prompt_ids for run in runs for case in run.cases}) == 1
+    assert len(runs_of("single", replace(SETUP, full=True))) == 64
+
+
+@pytest.mark.parametrize("name", ["mixed", "prefix"])
+def test_random_batches_hold_half_or_more_of_the_prompts(name: str) -> None:
+    first, *others = runs_of(name)
+    assert len(others) >= 2
+    for run in others:
+        assert set(names(run)) <= set(names(first))
+        assert len(first.cases) <= 2 * len(run.cases)
+        assert names(run) != names(first)[: len(run.cases)]
+
+
+def test_reference_tokens_are_forced_and_scored() -> None:
+    (forced,) = runs_of("forced")
+    (scored,) = runs_of("scored")
+    assert all(case.params.forced_token_ids == tuple(range(50)) for case in forced.cases)
+    assert all(case.prompt_ids[-50:] == tuple(range(50)) for case in scored.cases)
+    assert all(case.params.prompt_logprobs == 5 for case in scored.cases)

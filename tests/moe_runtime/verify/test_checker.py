@@ -1,0 +1,150 @@
+"""The whole check in process: it passes, it sees every control, it says where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from moe_runtime.engine.config import EngineConfig
+from moe_runtime.engine.llm import LLM
+from moe_runtime.kernels.schedules import Control, active_control
+from moe_runtime.verify.axes import AXES
+from moe_runtime.verify.checker import ProgressFactory, check
+from moe_runtime.verify.compare import Output
+from moe_runtime.verify.config import CheckConfig
+from moe_runtime.verify.report import CheckExit, CheckReport
+from moe_runtime.verify.runner import Run, Runner, RunResult
+from tests.ranks import RankContext
+
+MakeConfig = Callable[..., CheckConfig]
+
+
+def test_every_axis_passes(llm: LLM, small_check: MakeConfig, progress: ProgressFactory) -> None:
+    report = check(llm, small_check(), progress)
+    assert {axis.name: axis.finding for axis in report.axes} == dict.fromkeys(AXES, "equal")
+    assert report.exit_code is CheckExit.EQUAL
+    assert set(report.verdicts().values()) == {"equal"}
+    by_name = {axis.name: axis for axis in report.axes}
+    assert by_name["preempt"].num_preemptions > 0
+    assert by_name["chunks"].num_cases == 4 * 4
+    assert by_name["single"].num_unique_outputs == 2
+    assert all(axis.num_unique_outputs == axis.num_requests > 0 for axis in report.axes)
+    assert active_control() is Control.NONE
+
+
+@pytest.mark.parametrize("which", [control for control in Control if control is not Control.NONE])
+def test_every_control_is_seen_to_fail(
+    llm: LLM, small_check: MakeConfig, progress: ProgressFactory, which: Control
+) -> None:
+    axes = ("again", "shuffled", "alone", "single", "mixed")
+    report = check(llm, small_check(control=which.value, axes=axes, max_tokens=8), progress)
+    assert report.exit_code is CheckExit.DIFFERENT
+    assert report.verdicts()["batch"] == "different"
+    # The same batch gives the same bits even so: deterministic is not batch-invariant.
+    assert report.verdicts()["run-to-run"] == "equal"
+    assert active_control() is Control.NONE
+    seen = next(axis for axis in report.axes if axis.num_differing)
+    assert seen.num_unique_outputs > seen.num_requests
+    assert seen.num_forced_tokens > 0
+    # Noise moves tokens but no logits, so nothing differs once the tokens are forced.
+    assert (seen.num_forced_differing > 0) is (which is not Control.BATCH_NOISE)
+
+
+def test_a_control_that_no_axis_can_see_is_told(
+    llm: LLM, small_check: MakeConfig, progress: ProgressFactory
+) -> None:
+    config = small_check(control="free-gemm", axes=("again",), max_tokens=4)
+    assert check(llm, config, progress).exit_code is CheckExit.CONTROL_NOT_NOTICED
+
+
+def test_one_ulp_at_one_position_is_found(
+    llm: LLM, small_check: MakeConfig, progress: ProgressFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain_run = Runner.run
+
+    def tampered(self: Runner, run: Run, **options: Any) -> RunResult:
+        result = plain_run(self, run, **options)
+        if run.name == "shuffled":
+            output = result.outputs[3]
+            entries = list(output.logprobs)
+            value = float(np.nextafter(np.float32(entries[5].logprob), np.float32(0)))
+            entries[5] = msgspec.structs.replace(entries[5], logprob=value)
+            result.outputs[3] = Output(token_ids=output.token_ids, logprobs=tuple(entries))
+        return result
+
+    monkeypatch.setattr(Runner, "run", tampered)
+    report = check(llm, small_check(axes=("again", "shuffled"), max_tokens=8), progress)
+    again, shuffled = report.axes
+    assert again.passed
+    assert shuffled.num_differing == 1
+    assert shuffled.num_unique_outputs == shuffled.num_requests + 1
+    assert shuffled.first_difference is not None
+    assert (shuffled.first_difference.position, shuffled.first_difference.field) == (5, "logprob")
+    assert (shuffled.num_forced_differing, shuffled.num_forced_tokens) == (1, 64)
+    assert report.exit_code is CheckExit.DIFFERENT
+
+
+def test_an_axis_that_proves_nothing_fails(
+    llm: LLM, small_check: MakeConfig, progress: ProgressFactory
+) -> None:
+    report = check(llm, small_check(axes=("preempt",), num_prompts=1, max_tokens=2), progress)
+    assert report.axes[0].finding == "no request was preempted: this proves nothing"
+    assert report.exit_code is CheckExit.DIFFERENT
+    assert report.verdicts()["schedule"] == "nothing proved"
+
+
+def test_the_full_form_runs_every_prompt_both_ways(
+    llm: LLM, small_check: MakeConfig, progress: ProgressFactory
+) -> None:
+    config = small_check(full=True, num_prompts=3, max_tokens=4, axes=("alone", "single", "chunks"))
+    report = check(llm, config, progress)
+    assert [axis.num_cases for axis in report.axes] == [6, 1 + 2 + 3 + 4 + 5 + 6 - 2, 6 * 7]
+    assert report.exit_code is CheckExit.EQUAL
+
+
+def test_the_digest_tells_outputs_apart(llm: LLM, small_check: MakeConfig, progress: ProgressFactory) -> None:
+    config = small_check(axes=("again",), max_tokens=3)
+    digest = check(llm, config, progress).digest
+    assert check(llm, replace(config, expect_digest=digest), progress).exit_code is CheckExit.EQUAL
+    other = replace(config, expect_digest=digest, engine=replace(config.engine, seed=1))
+    report = check(llm, other, progress)
+    assert report.digest != digest
+    assert report.exit_code is CheckExit.DIFFERENT
+
+
+def test_outputs_that_leave_no_room_for_a_prompt_are_refused(
+    llm: LLM, small_check: MakeConfig, progress: ProgressFactory
+) -> None:
+    with pytest.raises(ValueError, match=r"max_tokens \(512\) must be below the context length \(512\)"):
+        check(llm, small_check(max_tokens=512), progress)
+
+
+def _check_on_a_rank(context: RankContext, model: str) -> CheckReport:
+    from contextlib import contextmanager
+
+    from moe_runtime.comm.groups import RankGroup
+
+    @contextmanager
+    def silent(what: str) -> Any:
+        yield lambda done, total: None
+
+    group = RankGroup(rank=context.rank, size=context.world_size)
+    config = CheckConfig(
+        num_prompts=8, max_tokens=6, axes=("shuffled", "arrival"), engine=EngineConfig(model=model)
+    )
+    return check(LLM(model, group=group), config, silent)
+
+
+def test_world_sizes_give_one_digest_and_every_rank_the_same_report(
+    ranks: Callable[..., list[Any]], tiny_model: Path
+) -> None:
+    reports = [report for size in (1, 2) for report in ranks(size, _check_on_a_rank, str(tiny_model))]
+    assert len(reports) == 3
+    assert len({report.digest for report in reports}) == 1
+    assert {report.exit_code for report in reports} == {CheckExit.EQUAL}
