@@ -18,6 +18,7 @@ import msgspec
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.multiple_reduction import resolve_multiple_reduction
 from moe_runtime.config import ServeConfig
+from moe_runtime.engine.cpu_runner import CpuRunner
 from moe_runtime.engine.engine import Engine
 from moe_runtime.engine.kv_cache import KVCache, default_num_blocks, kv_block_bytes
 from moe_runtime.engine.model_loader import NUMERICS_VERSION, ModelPlan, load_model, plan_model
@@ -127,14 +128,14 @@ def _serve(
         return EXIT_NO_FIT
     logger.info("self-check passed: %d comparisons, equal bits", model.audit.num_comparisons)
     engine = Engine(
-        model.decoder,
-        kv_cache,
+        CpuRunner(model.decoder, kv_cache),
         num_blocks,
         SchedulerConfig(
             max_num_seqs=config.engine.max_num_seqs,
             max_num_batched_tokens=config.engine.max_num_batched_tokens,
         ),
         group,
+        plan.config.eos_token_ids,
     )
     info: dict[str, str | int | float | bool | None] = {
         "num_kv_blocks": num_blocks,

@@ -1,22 +1,25 @@
-"""One rank's engine: requests in, lockstep steps, outputs out. No sockets, no text."""
+"""One rank's engine: requests in, lockstep steps, outputs out. No sockets, no text.
+
+Where the runner overlaps, a step is planned and launched while the one before is still running, assuming that nobody
+ends; tokens not known yet are read on the device. A sequence that did end leaves one row in the step under way, whose
+result is dropped and counted nowhere. What overlaps is a schedule: it changes no bit.
+"""
 
 from __future__ import annotations
 
 import time
-
-import torch
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 
 from moe_runtime.comm.groups import RankGroup
-from moe_runtime.engine.batch import make_batch
 from moe_runtime.engine.block_manager import BlockManager
-from moe_runtime.engine.kv_cache import KVCache
 from moe_runtime.engine.messages import RankStats, SequenceOutput
 from moe_runtime.engine.request import Request
-from moe_runtime.engine.sampler import ScoredRow, score_rows
+from moe_runtime.engine.runner import LaunchedStep, Runner
+from moe_runtime.engine.sampler import ScoredRow
 from moe_runtime.engine.scheduler import ScheduledChunk, Scheduler, SchedulerConfig
-from moe_runtime.engine.sequence import Sequence
+from moe_runtime.engine.sequence import UNKNOWN_TOKEN, Sequence
 from moe_runtime.engine.step import StepVector, StepView, exchange_step
-from moe_runtime.layers.decoder import Decoder
 
 __all__ = ["Engine"]
 
@@ -25,29 +28,30 @@ class Engine:
     """Continuous batching over one rank's share of the requests.
 
     Args:
-        decoder: The loaded model.
-        kv_cache: This rank's blocks; engines made one after another may share it.
-        num_kv_blocks: Blocks of it to use.
+        runner: Runs the steps.
+        num_kv_blocks: Blocks of the runner's cache to use.
         scheduler_config: Limits of a step.
         group: The expert-parallel group; every rank calls ``step`` equally often.
+        eos_token_ids: Ids that end a sequence.
     """
 
     def __init__(
         self,
-        decoder: Decoder,
-        kv_cache: KVCache,
+        runner: Runner,
         num_kv_blocks: int,
         scheduler_config: SchedulerConfig,
         group: RankGroup,
+        eos_token_ids: SequenceOf[int],
     ) -> None:
-        self.decoder = decoder
-        self.kv_cache = kv_cache
+        self.runner = runner
         self.group = group
+        self.eos_token_ids = frozenset(eos_token_ids)
         self.scheduler = Scheduler(scheduler_config, BlockManager(num_kv_blocks))
         self.num_steps = 0
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
         self.last_step_ms = 0.0
+        self._under_way: _StepUnderWay | None = None
 
     def add_request(self, request: Request) -> None:
         """Queue a request made by ``make_request``."""
@@ -73,9 +77,11 @@ class Engine:
             num_pending: Requests that will be added later, counted as unfinished.
 
         Returns:
-            The view that all ranks share, and this rank's outputs. An empty view ran nothing.
+            The view that all ranks share, and this rank's outputs: of this step, or of the one before where the
+            runner overlaps. An empty view ran nothing.
         """
         start = time.perf_counter()
+        outputs = [] if self._may_overlap() else self._collect()
         chunks = self.scheduler.schedule()
         vector = StepVector(
             num_tokens=sum(chunk.num_tokens for chunk in chunks),
@@ -86,25 +92,13 @@ class Engine:
         )
         view = exchange_step(vector, self.group)
         if view.is_empty:
-            return view, []
-        with torch.inference_mode():
-            num_groups = self.decoder.config.num_query_heads_per_kv_head
-            batch = make_batch(chunks, view.tokens_per_rank, num_groups)
-            hidden = self.decoder.forward(batch.forward, self.kv_cache.layers)
-            scored = score_rows(self.decoder, hidden, batch.rows)
-        chosen: dict[int, ScoredRow] = {}
-        for row, result in zip(batch.rows, scored, strict=True):
-            if row.prompt_position is None:
-                chosen[row.sequence.arrival_idx] = result
-            else:
-                if not row.sequence.prompt_logprobs:
-                    row.sequence.prompt_logprobs.append(None)
-                row.sequence.prompt_logprobs.append(result.logprobs)
-        outputs = [
-            output
-            for chunk in chunks
-            if (output := self._advance(chunk, chosen.get(chunk.sequence.arrival_idx)))
-        ]
+            return view, outputs + self._collect()
+        launched = self.runner.launch(chunks, view.tokens_per_rank)
+        started = _StepUnderWay(launched, [_ChunkUnderWay.start(chunk) for chunk in chunks])
+        outputs += self._collect()
+        self._under_way = started
+        if not self.runner.overlaps:
+            outputs += self._collect()
         self.num_steps += 1
         self.last_step_ms = (time.perf_counter() - start) * 1e3
         return view, outputs
@@ -124,16 +118,44 @@ class Engine:
             last_step_ms=self.last_step_ms,
         )
 
-    def _advance(self, chunk: ScheduledChunk, result: ScoredRow | None) -> SequenceOutput | None:
-        """Take the step's result into the sequence; None while its prompt is still being computed."""
+    def _may_overlap(self) -> bool:
+        """Whether the next step can be planned before the one under way is known.
+
+        Blocks must suffice for whatever it schedules: a preempted sequence is recomputed from its token ids, so they
+        have to be known.
+        """
+        if not self.runner.overlaps or self._under_way is None:
+            return False
+        scheduler = self.scheduler
+        most_new_blocks = len(scheduler.running) + BlockManager.num_blocks_for(
+            scheduler.config.max_num_batched_tokens
+        )
+        return scheduler.blocks.num_free_blocks >= most_new_blocks
+
+    def _collect(self) -> list[SequenceOutput]:
+        """Wait for the step under way, if any, and take its results into the sequences."""
+        step, self._under_way = self._under_way, None
+        if step is None:
+            return []
+        chosen: dict[int, ScoredRow] = {}
+        for row, result in zip(step.launched.rows, step.launched.collect(), strict=True):
+            if row.prompt_position is None:
+                chosen[id(row.sequence)] = result
+            else:
+                if not row.sequence.prompt_logprobs:
+                    row.sequence.prompt_logprobs.append(None)
+                row.sequence.prompt_logprobs.append(result.logprobs)
+        return [
+            self._advance(chunk, chosen.get(id(chunk.sequence)))
+            for chunk in step.chunks
+            if chunk.reached_end and not chunk.sequence.is_finished
+        ]
+
+    def _advance(self, chunk: _ChunkUnderWay, result: ScoredRow | None) -> SequenceOutput:
+        """Take a chosen token into its sequence."""
         sequence = chunk.sequence
-        reached_end = chunk.reaches_end
-        first_output = sequence.num_output_tokens == 0
-        sequence.num_computed_tokens += chunk.num_tokens
-        if not reached_end:
-            return None
         prompt_logprobs = None
-        if first_output:
+        if chunk.output_position == sequence.num_prompt_tokens:
             self.num_prompt_tokens += sequence.num_prompt_tokens
             if sequence.wants_prompt_logprobs:
                 prompt_logprobs = tuple(sequence.prompt_logprobs or [None])
@@ -145,9 +167,10 @@ class Engine:
                 prompt_logprobs=prompt_logprobs,
                 finish_reason="length",
             )
-        sequence.token_ids.append(result.token_id)
+        sequence.token_ids[chunk.output_position] = result.token_id
         self.num_generation_tokens += 1
-        finish_reason, stop_reason = self._finish_reason(sequence)
+        num_output_tokens = chunk.output_position + 1 - sequence.num_prompt_tokens
+        finish_reason, stop_reason = self._finish_reason(sequence, result.token_id, num_output_tokens)
         if finish_reason is not None:
             self.scheduler.finish(sequence)
         return SequenceOutput(
@@ -160,13 +183,50 @@ class Engine:
             stop_reason=stop_reason,
         )
 
-    def _finish_reason(self, sequence: Sequence) -> tuple[str | None, int | None]:
-        token_id, params = sequence.token_ids[-1], sequence.params
+    def _finish_reason(
+        self, sequence: Sequence, token_id: int, num_output_tokens: int
+    ) -> tuple[str | None, int | None]:
+        params = sequence.params
         if params.forced_token_ids is None:
-            if not params.ignore_eos and token_id in self.decoder.config.eos_token_ids:
+            if not params.ignore_eos and token_id in self.eos_token_ids:
                 return "stop", None
             if token_id in params.stop_token_ids:
                 return "stop", token_id
-        if sequence.num_output_tokens >= sequence.max_tokens:
+        if num_output_tokens >= sequence.max_tokens:
             return "length", None
         return None, None
+
+
+@dataclass(frozen=True, slots=True)
+class _ChunkUnderWay:
+    """A chunk that has been launched.
+
+    Attributes:
+        sequence: Whose chunk.
+        reached_end: Whether the sequence's last token was in it.
+        output_position: Where the token it chooses stands in the sequence.
+    """
+
+    sequence: Sequence
+    reached_end: bool
+    output_position: int
+
+    @classmethod
+    def start(cls, chunk: ScheduledChunk) -> _ChunkUnderWay:
+        """Move the sequence to its state after the step, but for the token's value."""
+        sequence = chunk.sequence
+        under_way = cls(sequence, chunk.reaches_end, sequence.num_tokens)
+        sequence.num_computed_tokens += chunk.num_tokens
+        if under_way.reached_end and sequence.max_tokens > 0:
+            forced = sequence.params.forced_token_ids
+            known = UNKNOWN_TOKEN if forced is None else forced[sequence.num_output_tokens]
+            sequence.token_ids.append(known)
+        return under_way
+
+
+@dataclass(frozen=True, slots=True)
+class _StepUnderWay:
+    """A step that has been launched and not collected."""
+
+    launched: LaunchedStep
+    chunks: list[_ChunkUnderWay]

@@ -14,6 +14,7 @@ import msgspec
 
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.engine.config import EngineConfig
+from moe_runtime.engine.cpu_runner import CpuRunner
 from moe_runtime.engine.engine import Engine
 from moe_runtime.engine.kv_cache import KVCache, default_num_blocks
 from moe_runtime.engine.messages import SequenceOutput, TokenLogprobs
@@ -38,7 +39,8 @@ class CompletionOutput:
         logprobs: One entry per output token where asked for.
         finish_reason: ``stop`` or ``length``.
         stop_reason: Stop string or stop token id that ended it, None for an end-of-sequence id.
-        seed: Seed in force (signed 64-bit, as requests take it), which repeats this choice as choice 0 of a new request.
+        seed: Seed in force (signed 64-bit, as requests take it), which repeats this choice as choice 0 of a new
+            request.
     """
 
     text: str
@@ -101,14 +103,14 @@ class LLM:
             max_kv_tokens=num_blocks * BLOCK_SIZE,
         )
         self.engine = Engine(
-            self.model.decoder,
-            KVCache(plan.config, num_blocks, plan.torch_dtype),
+            CpuRunner(self.model.decoder, KVCache(plan.config, num_blocks, plan.torch_dtype)),
             num_blocks,
             SchedulerConfig(
                 max_num_seqs=self.config.max_num_seqs,
                 max_num_batched_tokens=self.config.max_num_batched_tokens,
             ),
             self.group,
+            plan.config.eos_token_ids,
         )
 
     def reconfigure(

@@ -80,12 +80,12 @@ class Scheduler:
             gone = [s for s in queue if s.request_id == request_id and choice_idx in (None, s.choice_idx)]
             for sequence in gone:
                 queue.remove(sequence)
-                self.blocks.free(sequence)
+                self._end(sequence)
 
     def finish(self, sequence: Sequence) -> None:
         """Take out a sequence that ended."""
         self.running.remove(sequence)
-        self.blocks.free(sequence)
+        self._end(sequence)
 
     def schedule(self) -> list[ScheduledChunk]:
         """Plan a step; sequences keep their state until the step has run, but for blocks and preemption."""
@@ -95,7 +95,7 @@ class Scheduler:
         decodes_first = sorted(self.running, key=lambda s: (s.num_uncomputed_tokens > 1, s.arrival_idx))
         for sequence in decodes_first:
             num_tokens = min(sequence.num_uncomputed_tokens, budget)
-            if num_tokens == 0 or sequence not in self.running:
+            if num_tokens == 0 or sequence.has_all_tokens or sequence not in self.running:
                 continue
             while not self.blocks.grow(sequence, sequence.num_computed_tokens + num_tokens):
                 victim = self.running[-1]
@@ -127,6 +127,10 @@ class Scheduler:
             insort(self.running, sequence, key=lambda s: s.arrival_idx)
             chunks[sequence.arrival_idx] = ScheduledChunk(sequence, num_tokens)
             budget -= num_tokens
+
+    def _end(self, sequence: Sequence) -> None:
+        sequence.is_finished = True
+        self.blocks.free(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Give back the blocks; keys and values are recomputed from all tokens so far when it runs again."""

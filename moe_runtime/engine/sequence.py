@@ -5,7 +5,9 @@ from __future__ import annotations
 from moe_runtime.engine.messages import TokenLogprobs
 from moe_runtime.engine.request import Request, choice_seed
 
-__all__ = ["Sequence"]
+__all__ = ["UNKNOWN_TOKEN", "Sequence"]
+
+UNKNOWN_TOKEN = -1
 
 
 class Sequence:
@@ -17,10 +19,11 @@ class Sequence:
         arrival_idx: Position in the rank's order of arrival, the order of service.
 
     Attributes:
-        token_ids: Prompt and output so far.
+        token_ids: Prompt and output so far; ``UNKNOWN_TOKEN`` where a step under way will put a token.
         num_computed_tokens: Tokens whose keys and values are in the cache.
         block_ids: KV blocks, in order of position.
         prompt_logprobs: One entry per prompt token already scored; survives preemption.
+        is_finished: Ended or aborted; results of a step still under way are dropped.
     """
 
     def __init__(self, request: Request, choice_idx: int, arrival_idx: int) -> None:
@@ -37,6 +40,7 @@ class Sequence:
         self.num_computed_tokens = 0
         self.block_ids: list[int] = []
         self.prompt_logprobs: list[TokenLogprobs | None] = []
+        self.is_finished = False
 
     @property
     def num_tokens(self) -> int:
@@ -52,6 +56,13 @@ class Sequence:
     def num_uncomputed_tokens(self) -> int:
         """Tokens still to run before the next one can be chosen; 1 in decode."""
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def has_all_tokens(self) -> bool:
+        """Nothing is left to run: every token it may have is chosen, or is being chosen by a step under way."""
+        if self.max_tokens == 0:
+            return self.num_uncomputed_tokens == 0
+        return self.num_output_tokens >= self.max_tokens
 
     @property
     def wants_prompt_logprobs(self) -> bool:

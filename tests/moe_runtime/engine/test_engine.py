@@ -103,7 +103,7 @@ def test_abort_all_empties_the_engine(llm, engine):
 def test_stale_keys_of_freed_blocks_change_nothing(llm, engine):
     engine.add_request(request(llm, "a", 20))
     clean = tokens_of(run(engine), "a")
-    for k, v in engine.kv_cache.layers:
+    for k, v in engine.runner.kv_cache.layers:
         k.fill_(float("nan"))
         v.fill_(float("inf"))
     engine.add_request(request(llm, "a", 20))

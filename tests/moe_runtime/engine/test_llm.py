@@ -287,8 +287,8 @@ def test_a_call_that_breaks_off_leaves_nothing_for_the_next_one(llm, monkeypatch
             raise error
         return forward(*args, **kwargs)
 
-    forward = llm.engine.decoder.forward
-    monkeypatch.setattr(llm.engine.decoder, "forward", fail_in_the_third_step)
+    forward = llm.engine.runner.decoder.forward
+    monkeypatch.setattr(llm.engine.runner.decoder, "forward", fail_in_the_third_step)
     with pytest.raises(error):
         llm.generate([[9] * 5, [8] * 70], replace(WILD, n=2, max_tokens=5))
     monkeypatch.undo()

@@ -1,0 +1,47 @@
+"""What runs a step on a device, and what it hands back."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+from moe_runtime.engine.batch import LogitsRow
+from moe_runtime.engine.sampler import ScoredRow
+from moe_runtime.engine.scheduler import ScheduledChunk
+
+__all__ = ["LaunchedStep", "Runner"]
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step under way.
+
+    Attributes:
+        rows: Tokens whose logits were wanted.
+        collect: Waits for the device and gives one result per row; called once.
+    """
+
+    rows: SequenceOf[LogitsRow]
+    collect: Callable[[], list[ScoredRow]]
+
+
+class Runner(ABC):
+    """Runs the steps of one rank, one after another.
+
+    Attributes:
+        overlaps: Whether ``launch`` returns before the device is done and can take a step that continues sequences
+            whose last token the step before is still choosing (``UNKNOWN_TOKEN``).
+    """
+
+    overlaps: bool = False
+
+    @abstractmethod
+    def launch(self, chunks: SequenceOf[ScheduledChunk], tokens_per_rank: SequenceOf[int]) -> LaunchedStep:
+        """Start a step; a collective of all ranks, with no chunks too.
+
+        Args:
+            chunks: From the scheduler; their sequences are as before the step.
+            tokens_per_rank: Tokens of every rank in the step.
+        """
