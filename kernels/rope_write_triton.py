@@ -1,0 +1,207 @@
+"""q/k norm, RoPE and the cache write of a step's tokens in Triton, for steps with several rows per sequence.
+
+Decode does the same inside its attention kernel, with the same device helper and the same bits.
+
+Symbols: T tokens, Hq / Hkv query / key-value heads, G = Hq / Hkv (1 to 8), D head_dim (32, 64 or 128).
+
+Numerics: sums of squares are the diagonal of x @ x^T, one fp32 chain whatever the tile; the norm is fp32, rounded once
+after the weight; RoPE is fp32 without fma, rounded once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from moe_runtime.kernels.attention_tree_triton import (
+    KV_BLOCK,
+    check_heads,
+    norm_rope_reference,
+    normalize_and_rotate,
+)
+from moe_runtime.kernels.triton_launch import launch_options, wait_for_previous
+
+__all__ = [
+    "CANONICAL_ROPE",
+    "ROPE_SCHEDULES",
+    "RopeSchedule",
+    "rope_and_write",
+    "rope_and_write_reference",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeSchedule:
+    """Tokens and warps of a program of ``rope_and_write``; every value gives the same bits."""
+
+    num_tokens: int
+    num_warps: int
+
+
+CANONICAL_ROPE = RopeSchedule(num_tokens=1, num_warps=1)
+ROPE_SCHEDULES = (
+    CANONICAL_ROPE,
+    RopeSchedule(num_tokens=2, num_warps=2),
+    RopeSchedule(num_tokens=4, num_warps=4),
+    RopeSchedule(num_tokens=8, num_warps=8),
+)
+"""All schedules, the canonical one first."""
+
+
+def rope_and_write(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    q_out: torch.Tensor,
+    *,
+    schedule: RopeSchedule = CANONICAL_ROPE,
+    pdl: bool = False,
+) -> None:
+    """q/k norm, RoPE, keys and values to the cache, queries to ``q_out``.
+
+    Args:
+        qkv: ``[T, (Hq + 2 Hkv) * D]`` bfloat16 or float32, query, key, value heads in this order; bias already added.
+        positions: ``[T]`` int32, absolute; -1 marks an inert token, which writes nothing.
+        slot_mapping: ``[T]`` int64, block * 64 + offset; -1 writes no key and no value.
+        q_norm, k_norm: ``[D]`` float32, or both None.
+        eps: Of the norms.
+        cos, sin: ``[max_positions, D / 2]`` float32.
+        k_cache, v_cache: ``[num_blocks, Hkv, 64, D]`` in the dtype of ``qkv``, updated in place.
+        q_out: ``[T, Hq, D]`` in the same dtype, written.
+        schedule: float32 takes the canonical one only.
+        pdl: Launch dependent on the kernel before.
+
+    No host sync. A token's bits do not depend on the other tokens.
+    """
+    num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
+    num_tokens, num_query_heads = q_out.shape[0], q_out.shape[1]
+    check_heads(num_query_heads, num_kv_heads, head_dim, None)
+    if qkv.dtype == torch.float32 and schedule != CANONICAL_ROPE:
+        raise ValueError(f"schedule ({schedule}) must be the canonical one for float32")
+    if num_tokens == 0:
+        return
+    has_norm = q_norm is not None and k_norm is not None
+    _rope_kernel[(triton.cdiv(num_tokens, schedule.num_tokens) * num_kv_heads,)](
+        qkv,
+        positions,
+        slot_mapping,
+        q_norm if has_norm else cos,
+        k_norm if has_norm else cos,
+        eps,
+        cos,
+        sin,
+        k_cache,
+        v_cache,
+        q_out,
+        num_tokens,
+        NUM_KV_HEADS=num_kv_heads,
+        GROUPS=num_query_heads // num_kv_heads,
+        HEAD_DIM=head_dim,
+        HAS_NORM=has_norm,
+        TOKENS=schedule.num_tokens,
+        PDL=pdl,
+        **launch_options(num_warps=schedule.num_warps, num_stages=1, pdl=pdl),
+    )
+
+
+def rope_and_write_reference(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+) -> torch.Tensor:
+    """The same in fp32 torch; writes to the caches, returns the queries, those of inert tokens zero."""
+    num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
+    heads = qkv.view(qkv.shape[0], -1, head_dim)
+    num_query_heads = heads.shape[1] - 2 * num_kv_heads
+    q, k, v = heads.split([num_query_heads, num_kv_heads, num_kv_heads], dim=1)
+    live = positions >= 0
+    at = positions.clamp(min=0).long()
+    q = norm_rope_reference(q, q_norm, eps, cos[at], sin[at])
+    k = norm_rope_reference(k, k_norm, eps, cos[at], sin[at])
+    written = live & (slot_mapping >= 0)
+    block, offset = slot_mapping[written] // KV_BLOCK.value, slot_mapping[written] % KV_BLOCK.value
+    k_cache[block, :, offset], v_cache[block, :, offset] = k[written], v[written]
+    return torch.where(live[:, None, None], q, 0.0)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _rope_kernel(  # type: ignore[no-untyped-def]
+    qkv,
+    positions,
+    slot_mapping,
+    q_norm,
+    k_norm,
+    eps,
+    cos,
+    sin,
+    k_cache,
+    v_cache,
+    q_out,
+    num_tokens,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program per (TOKENS tokens, key-value head): 16 rows a token, query heads 0 to G - 1, then the key head."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    NUM_QUERY_HEADS: tl.constexpr = NUM_KV_HEADS * GROUPS
+    ROWS: tl.constexpr = 16 * TOKENS
+    head = tl.program_id(0) % NUM_KV_HEADS
+    row = tl.arange(0, ROWS)
+    half = tl.arange(0, HALF)[None, :]
+    token = (tl.program_id(0) // NUM_KV_HEADS).to(tl.int64) * TOKENS + row // 16
+    lane = row % 16
+    wait_for_previous(PDL)
+    live = token < num_tokens
+    position = tl.load(positions + token, mask=live, other=-1)
+    live = live & (position >= 0)
+    slot = tl.load(slot_mapping + token, mask=live, other=-1)
+    weight_a = 1.0
+    weight_b = 1.0
+    is_query = (lane < GROUPS)[:, None]
+    if HAS_NORM:
+        weight_a = tl.where(is_query, tl.load(q_norm + half), tl.load(k_norm + half))
+        weight_b = tl.where(is_query, tl.load(q_norm + HALF + half), tl.load(k_norm + HALF + half))
+    used = (live & (lane <= GROUPS))[:, None]
+    angle = tl.maximum(position, 0)[:, None] * HALF + half
+    cosine = tl.load(cos + angle, mask=used, other=0.0)
+    sine = tl.load(sin + angle, mask=used, other=0.0)
+    base = qkv + token * ((NUM_QUERY_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM)
+    from_head = tl.where(lane < GROUPS, head * GROUPS + lane, NUM_QUERY_HEADS + head) * HEAD_DIM
+    source = (base + from_head)[:, None] + half
+    a = tl.load(source, mask=used, other=0.0)
+    b = tl.load(source + HALF, mask=used, other=0.0)
+    writes = (live & (lane == GROUPS) & (slot >= 0))[:, None]
+    source = (base + (NUM_QUERY_HEADS + NUM_KV_HEADS + head) * HEAD_DIM)[:, None] + half
+    value_a = tl.load(source, mask=writes, other=0.0)
+    value_b = tl.load(source + HALF, mask=writes, other=0.0)
+    a, b = normalize_and_rotate(a, b, weight_a, weight_b, cosine, sine, eps, ROWS, HEAD_DIM, HAS_NORM)
+    target = q_out + ((token * NUM_QUERY_HEADS + head * GROUPS + lane) * HEAD_DIM)[:, None] + half
+    tl.store(target, a, mask=is_query & live[:, None])
+    tl.store(target + HALF, b, mask=is_query & live[:, None])
+    slot = tl.maximum(slot, 0)
+    at = ((slot // KV_BLOCK * NUM_KV_HEADS + head) * KV_BLOCK + slot % KV_BLOCK) * HEAD_DIM
+    tl.store(k_cache + at[:, None] + half, a, mask=writes)
+    tl.store(k_cache + at[:, None] + HALF + half, b, mask=writes)
+    tl.store(v_cache + at[:, None] + half, value_a, mask=writes)
+    tl.store(v_cache + at[:, None] + HALF + half, value_b, mask=writes)
