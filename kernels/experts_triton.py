@@ -1,0 +1,432 @@
+"""Expert GEMMs of decode on a GPU: few rows per expert, found through the slot table, no permutation.
+
+Symbols: M rows, K experts per token, E local experts, H hidden, I expert width, pair = token * K + slot.
+
+Numerics: each output element of gate, up and down is one fp32 ``tl.dot`` chain over ascending depth, rounded to the
+model dtype before anything else; ``silu(gate) * up`` is fp32, ``g / (1 + exp(-g)) * u``, rounded once; the expert row
+is ``round(weight * round(down))``. A row's bits depend on its own input, expert and weight alone: every schedule gives
+the same bits, and so do the kernels of grouped_experts_triton.py. fp32 inputs use the canonical schedule, ieee.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from moe_runtime.kernels.triton_launch import launch_options, wait_for_previous
+
+__all__ = [
+    "CANONICAL_EXPERT",
+    "DOWN_SCHEDULES",
+    "GATE_UP_SCHEDULES",
+    "MAX_CAPACITY",
+    "ExpertSchedule",
+    "ExpertSchedules",
+    "chain",
+    "default_expert_schedules",
+    "down",
+    "down_reference",
+    "expert_cost",
+    "gate_up",
+    "gate_up_reference",
+    "load_rows",
+    "load_weights",
+    "swiglu_rounded",
+    "weighted_rounded",
+]
+
+MAX_CAPACITY = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertSchedule:
+    """How one of the two kernels walks its fixed tree.
+
+    Attributes:
+        mode: ``per_expert``: a program per (expert, column tile), all experts launched, empty ones exit.
+            ``per_slot``: a program per (pair, column tile).
+        token_tile: Rows of one accumulator, 16 or more.
+        column_tile: Output columns of one program (of gate and of up each).
+        depth_tile: Depth of one step of the chain.
+        swap: The weights are the tall operand.
+        tma: Weights by TMA descriptor.
+        early_depth: Depth of the weight tile that is loaded before the dependent-launch wait. In ``per_slot`` mode
+            ``down`` then reads the ids before its wait: sound only if the kernel launched just before it is
+            ``gate_up``, which waited for the routing itself.
+    """
+
+    mode: Literal["per_expert", "per_slot"] = "per_expert"
+    token_tile: int = 16
+    column_tile: int
+    depth_tile: int
+    num_warps: int = 4
+    num_stages: int
+    swap: bool = True
+    tma: bool = False
+    early_depth: int = 0
+
+    def __post_init__(self) -> None:
+        if self.tma and self.early_depth:
+            raise ValueError("early_depth is for weights by pointer, not by tma")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertSchedules:
+    """One schedule for each kernel."""
+
+    gate_up: ExpertSchedule
+    down: ExpertSchedule
+
+
+def _schedule(columns: int, depth: int, stages: int, **options: Any) -> ExpertSchedule:
+    return ExpertSchedule(column_tile=columns, depth_tile=depth, num_stages=stages, **options)
+
+
+CANONICAL_EXPERT = _schedule(32, 32, 2, swap=False)
+GATE_UP_SCHEDULES = (
+    CANONICAL_EXPERT,
+    _schedule(64, 64, 6, mode="per_slot"),
+    _schedule(64, 128, 3, tma=True),
+    _schedule(64, 64, 6),
+    _schedule(64, 64, 6, tma=True),
+    _schedule(64, 128, 3),
+    _schedule(64, 64, 6, tma=True, token_tile=32),
+    _schedule(64, 128, 3, mode="per_slot"),
+    _schedule(32, 256, 3, mode="per_slot", swap=False),
+    _schedule(64, 64, 4, early_depth=64),
+)
+DOWN_SCHEDULES = (
+    CANONICAL_EXPERT,
+    _schedule(64, 128, 4, mode="per_slot"),
+    _schedule(128, 64, 5),
+    _schedule(128, 64, 6, tma=True),
+    _schedule(64, 128, 4),
+    _schedule(128, 64, 5, token_tile=32),
+    _schedule(64, 128, 4, mode="per_slot", early_depth=128),
+    _schedule(64, 64, 6, mode="per_slot"),
+    _schedule(64, 256, 2, swap=False),
+    _schedule(128, 64, 4, early_depth=64),
+)
+
+
+def default_expert_schedules(num_rows: int) -> ExpertSchedules:
+    """The measured best on H200 for Qwen3-30B-A3B: ``per_slot`` for one row, else ``per_expert``."""
+    if num_rows == 1:
+        return ExpertSchedules(gate_up=GATE_UP_SCHEDULES[1], down=DOWN_SCHEDULES[1])
+    return ExpertSchedules(gate_up=GATE_UP_SCHEDULES[2], down=DOWN_SCHEDULES[2])
+
+
+def expert_cost(
+    num_pairs: int, num_active: int, depth: int, columns: int, itemsize: int = 2
+) -> tuple[int, int]:
+    """(flops, bytes) of one kernel: ``gate_up`` has depth H and 2 I columns, ``down`` depth I and H columns."""
+    num_bytes = itemsize * (num_active * depth * columns + num_pairs * (depth + columns))
+    return 2 * num_pairs * depth * columns, num_bytes
+
+
+def gate_up(
+    h: torch.Tensor,
+    w13: torch.Tensor,
+    slot_table: torch.Tensor,
+    ids: torch.Tensor,
+    mid: torch.Tensor,
+    *,
+    expert_offset: int = 0,
+    schedule: ExpertSchedule | None = None,
+    pdl: bool = False,
+) -> None:
+    """``mid[pair] = silu(gate) * up`` of each pair whose expert is local; other rows of ``mid`` are not written.
+
+    Args:
+        h: ``[M, H]`` in the model dtype.
+        w13: ``[E, 2 I, H]``: the gate's output features first.
+        slot_table: ``[logical experts, capacity]`` int32 of ``topk``, capacity at least M and at most ``MAX_CAPACITY``.
+        ids: ``[M, K]`` int32 of ``topk``.
+        mid: ``[M * K, I]`` out, by pair.
+        expert_offset: Logical id of the first local expert.
+        schedule: Default by M.
+        pdl: Dependent launch.
+    """
+    num_rows, hidden = h.shape
+    num_experts, width = w13.shape[0], w13.shape[1] // 2
+    num_topk = ids.shape[1]
+    schedule = _checked(schedule or _default("gate_up", h), h, slot_table)
+    if schedule.mode == "per_slot" and schedule.early_depth:
+        raise ValueError(
+            "gate_up cannot load weights early in per_slot mode: the ids come from the kernel before"
+        )
+    if num_rows == 0:
+        return
+    _gate_up[_grid(schedule, width, num_experts, num_rows * num_topk)](
+        *(h, _weights(w13, schedule), slot_table, ids, mid, expert_offset, hidden, width),
+        **_options(schedule, num_experts, num_topk, slot_table.shape[1], pdl),
+    )
+
+
+def down(
+    mid: torch.Tensor,
+    w2: torch.Tensor,
+    slot_table: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    rows: torch.Tensor,
+    *,
+    expert_offset: int = 0,
+    schedule: ExpertSchedule | None = None,
+    pdl: bool = False,
+) -> None:
+    """``rows[token, slot] = weight * down(mid)`` of each pair whose expert is local; other rows are not written.
+
+    Args:
+        mid: ``[M * K, I]`` by pair, in the model dtype.
+        w2: ``[E, H, I]``.
+        slot_table: As in ``gate_up``.
+        ids: ``[M, K]`` int32.
+        weights: ``[M, K]`` float32.
+        rows: ``[M, K, H]`` out, weighted.
+        expert_offset: Logical id of the first local expert.
+        schedule: Default by M.
+        pdl: Dependent launch.
+    """
+    num_rows, num_topk, hidden = rows.shape
+    num_experts, width = w2.shape[0], w2.shape[2]
+    schedule = _checked(schedule or _default("down", rows), mid, slot_table)
+    if num_rows == 0:
+        return
+    _down[_grid(schedule, hidden, num_experts, num_rows * num_topk)](
+        *(mid, _weights(w2, schedule), slot_table, ids, weights, rows, expert_offset, hidden, width),
+        **_options(schedule, num_experts, num_topk, slot_table.shape[1], pdl),
+    )
+
+
+def gate_up_reference(h: torch.Tensor, w13: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """``[M * K, I]`` with the same roundings, fp32 products by torch; rows of other experts' ids are zero."""
+    num_topk = ids.shape[1]
+    mid = torch.zeros(ids.numel(), w13.shape[1] // 2, dtype=h.dtype, device=h.device)
+    for pair, expert in enumerate(ids.reshape(-1).tolist()):
+        if 0 <= expert < w13.shape[0]:
+            gate, up = (w13[expert].float() @ h[pair // num_topk].float()).to(h.dtype).float().chunk(2)
+            mid[pair] = (gate / (1.0 + torch.exp(-gate)) * up).to(h.dtype)
+    return mid
+
+
+def down_reference(
+    mid: torch.Tensor, w2: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """``[M, K, H]`` with the same roundings, fp32 products by torch; rows of other experts' ids are zero."""
+    rows = torch.zeros(ids.numel(), w2.shape[1], dtype=mid.dtype, device=mid.device)
+    for pair, expert in enumerate(ids.reshape(-1).tolist()):
+        if 0 <= expert < w2.shape[0]:
+            rounded = (w2[expert].float() @ mid[pair].float()).to(mid.dtype).float()
+            rows[pair] = (rounded * weights.reshape(-1)[pair]).to(mid.dtype)
+    return rows.reshape(*ids.shape, -1)
+
+
+def _default(kernel: str, tensor: torch.Tensor) -> ExpertSchedule:
+    if tensor.dtype == torch.float32:
+        return CANONICAL_EXPERT
+    schedules = default_expert_schedules(tensor.shape[0])
+    return schedules.gate_up if kernel == "gate_up" else schedules.down
+
+
+def _checked(schedule: ExpertSchedule, x: torch.Tensor, slot_table: torch.Tensor) -> ExpertSchedule:
+    if x.dtype == torch.float32 and schedule != CANONICAL_EXPERT:
+        raise ValueError("float32 inputs use CANONICAL_EXPERT only")
+    if slot_table.shape[1] > MAX_CAPACITY:
+        raise ValueError(f"slot_table capacity ({slot_table.shape[1]}) must be at most {MAX_CAPACITY}")
+    return schedule
+
+
+def _grid(schedule: ExpertSchedule, columns: int, num_experts: int, num_pairs: int) -> tuple[int, int]:
+    tiles = triton.cdiv(columns, schedule.column_tile)
+    return (tiles, num_pairs if schedule.mode == "per_slot" else num_experts)
+
+
+def _weights(weight: torch.Tensor, schedule: ExpertSchedule) -> Any:
+    if not schedule.tma:
+        return weight
+    flat = weight.view(-1, weight.shape[2])
+    return TensorDescriptor.from_tensor(flat, [schedule.column_tile, schedule.depth_tile])
+
+
+def _options(
+    schedule: ExpertSchedule, num_experts: int, num_topk: int, capacity: int, pdl: bool
+) -> dict[str, Any]:
+    """Constants that both kernels take."""
+    return {
+        "E": num_experts,
+        "K": num_topk,
+        "CAPACITY": capacity,
+        "CAP": max(16, triton.next_power_of_2(capacity)),
+        "PER_SLOT": schedule.mode == "per_slot",
+        "BM": schedule.token_tile,
+        "BN": schedule.column_tile,
+        "BK": schedule.depth_tile,
+        "SWAP": schedule.swap,
+        "TMA": schedule.tma,
+        "EARLY": schedule.early_depth,
+        "PDL": pdl,
+        **launch_options(num_warps=schedule.num_warps, num_stages=schedule.num_stages, pdl=pdl),
+    }
+
+
+@triton.jit
+def swiglu_rounded(gate, up, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Two fp32 accumulators, each rounded, then ``silu(gate) * up`` in fp32, rounded once."""
+    gate = gate.to(DTYPE).to(tl.float32)
+    up = up.to(DTYPE).to(tl.float32)
+    return (gate / (1.0 + tl.exp(-gate)) * up).to(DTYPE)
+
+
+@triton.jit
+def weighted_rounded(acc, weight, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """``round(weight * round(acc))``, shapes as they broadcast."""
+    return (acc.to(DTYPE).to(tl.float32) * weight).to(DTYPE)
+
+
+@triton.jit
+def chain(a, b, acc, SWAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """acc + a b^T for a ``[BM, BK]`` and b ``[BN, BK]``; acc is ``[BN, BM]`` if swapped."""
+    if SWAP:
+        out = tl.dot(b, tl.trans(a), acc, input_precision="ieee")
+    else:
+        out = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
+    return out
+
+
+@triton.jit
+def load_weights(  # type: ignore[no-untyped-def]
+    w, row, first_column, k, N: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr,
+    EVEN: tl.constexpr,
+):  # fmt: skip
+    """``[BN, BK]`` from matrix row ``row + first_column`` and depth k; columns past N are zero or another matrix's."""
+    if TMA:
+        tile = w.load([(row + first_column).to(tl.int32), k])
+    else:
+        columns = first_column + tl.arange(0, BN)
+        depth = k + tl.arange(0, BK)
+        at = w + row * D + columns[:, None] * D + depth[None, :]
+        if EVEN:
+            tile = tl.load(at, eviction_policy="evict_first")
+        else:
+            mask = (columns < N)[:, None] & (depth < D)[None, :]
+            tile = tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
+    return tile
+
+
+@triton.jit
+def load_rows(x, row, live, k, D: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """``[BM, BK]`` of the rows ``row`` at depth k; rows that are not live and depth past D are zero."""
+    depth = k + tl.arange(0, BK)
+    mask = live[:, None]
+    if not EVEN:
+        mask = mask & (depth < D)[None, :]
+    return tl.load(x + row[:, None] * D + depth[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _routing(  # type: ignore[no-untyped-def]
+    slot_table, ids, which, offset, E: tl.constexpr, CAPACITY: tl.constexpr, CAP: tl.constexpr, PER_SLOT: tl.constexpr
+):  # fmt: skip
+    """A program's local expert, its number of rows, each token's slot (-1: not chosen) and rank among the chosen."""
+    if PER_SLOT:
+        expert = tl.load(ids + which) - offset
+        return expert, ((expert >= 0) & (expert < E)).to(tl.int32), 0, 0
+    else:
+        t = tl.arange(0, CAP)
+        slot = tl.load(slot_table + (which + offset) * CAPACITY + t, mask=t < CAPACITY, other=-1)
+        chosen = (slot >= 0).to(tl.int32)
+        return which, tl.sum(chosen, 0), slot, tl.cumsum(chosen, 0) - chosen
+
+
+@triton.jit
+def _pairs(slot, rank, first, K: tl.constexpr, CAP: tl.constexpr, BM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Pairs of the chosen tokens of rank first .. first + BM - 1, ascending; 0 past the last."""
+    t = tl.arange(0, CAP)
+    j = first + tl.arange(0, BM)
+    hit = (rank[None, :] == j[:, None]) & (slot >= 0)[None, :]
+    return tl.sum(tl.where(hit, (t * K + slot)[None, :], 0), 1)
+
+
+@triton.jit(do_not_specialize=["offset"])
+def _gate_up(  # type: ignore[no-untyped-def]
+    h, w, slot_table, ids, mid, offset, H: tl.constexpr, W: tl.constexpr, E: tl.constexpr, K: tl.constexpr,
+    CAPACITY: tl.constexpr, CAP: tl.constexpr, PER_SLOT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (column tile, expert or pair)."""
+    n = tl.program_id(0) * BN
+    which = tl.program_id(1)
+    fits: tl.constexpr = W % BN == 0 and H % BK == 0 and EARLY % BK == 0 and EARLY <= H
+    if EARLY > 0:
+        row = which.to(tl.int64) * (2 * W)
+        early_gate = load_weights(w, row, n, 0, W, H, BN, EARLY, TMA, fits)
+        early_up = load_weights(w, row + W, n, 0, W, H, BN, EARLY, TMA, fits)
+    wait_for_previous(PDL)
+    expert, count, slot, rank = _routing(slot_table, ids, which, offset, E, CAPACITY, CAP, PER_SLOT)
+    row = expert.to(tl.int64) * (2 * W)
+    columns = n + tl.arange(0, BN)
+    first = 0
+    while first < count:
+        live = first + tl.arange(0, BM) < count
+        pair = which + tl.zeros((BM,), tl.int32) if PER_SLOT else _pairs(slot, rank, first, K, CAP, BM)
+        token = pair // K
+        gate = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
+        up = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
+        if EARLY > 0:
+            a = load_rows(h, token, live, 0, H, EARLY, fits)
+            gate = chain(a, early_gate, gate, SWAP)
+            up = chain(a, early_up, up, SWAP)
+        for k in range(EARLY, H, BK):
+            a = load_rows(h, token, live, k, H, BK, fits)
+            gate = chain(a, load_weights(w, row, n, k, W, H, BN, BK, TMA, fits), gate, SWAP)
+            up = chain(a, load_weights(w, row + W, n, k, W, H, BN, BK, TMA, fits), up, SWAP)
+        out = swiglu_rounded(gate, up, mid.dtype.element_ty)
+        if SWAP:
+            out = tl.trans(out)
+        tl.store(mid + pair[:, None] * W + columns[None, :], out, mask=live[:, None] & (columns < W)[None, :])
+        first += BM
+
+
+@triton.jit(do_not_specialize=["offset"])
+def _down(  # type: ignore[no-untyped-def]
+    mid, w, slot_table, ids, weights, rows, offset, H: tl.constexpr, W: tl.constexpr, E: tl.constexpr, K: tl.constexpr,
+    CAPACITY: tl.constexpr, CAP: tl.constexpr, PER_SLOT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (column tile, expert or pair). See ``ExpertSchedule.early_depth`` for the ids read before the wait."""
+    n = tl.program_id(0) * BN
+    which = tl.program_id(1)
+    fits: tl.constexpr = H % BN == 0 and W % BK == 0 and EARLY % BK == 0 and EARLY <= W
+    if EARLY > 0:
+        expert = tl.load(ids + which) - offset if PER_SLOT else which
+        # An inert pair reads expert 0 and discards it.
+        near = tl.where((expert >= 0) & (expert < E), expert, 0)
+        early = load_weights(w, near.to(tl.int64) * H, n, 0, H, W, BN, EARLY, TMA, fits)
+    wait_for_previous(PDL)
+    expert, count, slot, rank = _routing(slot_table, ids, which, offset, E, CAPACITY, CAP, PER_SLOT)
+    row = expert.to(tl.int64) * H
+    columns = n + tl.arange(0, BN)
+    first = 0
+    while first < count:
+        live = first + tl.arange(0, BM) < count
+        pair = which + tl.zeros((BM,), tl.int32) if PER_SLOT else _pairs(slot, rank, first, K, CAP, BM)
+        acc = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
+        if EARLY > 0:
+            acc = chain(load_rows(mid, pair, live, 0, W, EARLY, fits), early, acc, SWAP)
+        for k in range(EARLY, W, BK):
+            a = load_rows(mid, pair, live, k, W, BK, fits)
+            acc = chain(a, load_weights(w, row, n, k, H, W, BN, BK, TMA, fits), acc, SWAP)
+        weight = tl.load(weights + pair, mask=live, other=0.0)
+        if SWAP:
+            acc = tl.trans(acc)
+        out = weighted_rounded(acc, weight[:, None], rows.dtype.element_ty)
+        tl.store(
+            rows + pair[:, None] * H + columns[None, :], out, mask=live[:, None] & (columns < H)[None, :]
+        )
+        first += BM
