@@ -18,15 +18,11 @@ import msgspec
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.multiple_reduction import resolve_multiple_reduction
 from moe_runtime.config import ServeConfig
-from moe_runtime.engine.cpu_runner import CpuRunner
-from moe_runtime.engine.engine import Engine
-from moe_runtime.engine.kv_cache import KVCache, default_num_blocks, kv_block_bytes
+from moe_runtime.engine.backend import Deployment, plan_deployment, start_engine
+from moe_runtime.engine.kv_cache import kv_block_bytes
 from moe_runtime.engine.model_loader import NUMERICS_VERSION, ModelPlan, load_model, plan_model
-from moe_runtime.engine.request import RequestLimits
-from moe_runtime.engine.scheduler import SchedulerConfig
 from moe_runtime.eplb.placement import contiguous_placement
 from moe_runtime.errors import CapacityError, CheckpointError, InvarianceError
-from moe_runtime.kernels.attention import BLOCK_SIZE
 from moe_runtime.launch.cli import (
     EXIT_FAULT,
     EXIT_NO_FIT,
@@ -58,17 +54,18 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         setup_logging(int(os.environ.get("RANK", "0")))
         group = init_ranks()
-        plan = plan_model(config.engine)
+        plan = plan_model(config.engine, group)
+        deployment = plan_deployment(plan, config.engine)
     except (CheckpointError, ValueError) as error:
         usage_error(str(error))
-    num_blocks = config.engine.kv_cache_blocks or default_num_blocks(
-        plan.config, plan.torch_dtype, config.engine.max_num_seqs, plan.max_model_len
-    )
+    except CapacityError as error:
+        logger.error("the model does not fit: %s", error)
+        return EXIT_NO_FIT
     front_end: FrontEndProcess | None = None
     greeting = _Greeting(identity=f"{plan.fingerprint} {config.engine}")
     if group.rank == 0:
         try:
-            front_end = FrontEndProcess(_server_config(config, plan, num_blocks, group))
+            front_end = FrontEndProcess(_server_config(config, plan, deployment, group))
             greeting = msgspec.structs.replace(greeting, endpoint=front_end.endpoint, port=front_end.port)
         except ChildFailedError as error:
             logger.error("%s", error)
@@ -91,7 +88,7 @@ def main(args: Sequence[str] | None = None) -> int:
             close_ranks(group)
             return EXIT_USAGE
     try:
-        return _serve(config, plan, num_blocks, group, front_end, greetings[0], start_s)
+        return _serve(config, plan, deployment, group, front_end, greetings[0], start_s)
     finally:
         if front_end is not None:
             front_end.close()
@@ -109,17 +106,18 @@ class _Greeting(msgspec.Struct, frozen=True, kw_only=True):
 def _serve(
     config: ServeConfig,
     plan: ModelPlan,
-    num_blocks: int,
+    deployment: Deployment,
     group: RankGroup,
     front_end: FrontEndProcess | None,
     greeting: _Greeting,
     start_s: float,
 ) -> int:
     try:
-        _check_memory(plan, num_blocks, group)
+        _check_memory(plan, deployment.num_kv_blocks, group)
         with progress_bar("loading weights", shown=group.rank == 0) as on_progress:
             model = load_model(plan, config.engine, group, on_progress=on_progress)
-        kv_cache = KVCache(plan.config, num_blocks, plan.torch_dtype)
+        with progress_bar("capturing graphs", shown=group.rank == 0) as on_capture:
+            engine = start_engine(model, deployment, config.engine, group, on_capture=on_capture)
     except InvarianceError as error:
         logger.error("%s", error)
         return EXIT_SELF_CHECK
@@ -127,18 +125,8 @@ def _serve(
         logger.error("the model does not fit: %s", error)
         return EXIT_NO_FIT
     logger.info("self-check passed: %d comparisons, equal bits", model.audit.num_comparisons)
-    engine = Engine(
-        CpuRunner(model.decoder, kv_cache),
-        num_blocks,
-        SchedulerConfig(
-            max_num_seqs=config.engine.max_num_seqs,
-            max_num_batched_tokens=config.engine.max_num_batched_tokens,
-        ),
-        group,
-        plan.config.eos_token_ids,
-    )
     info: dict[str, str | int | float | bool | None] = {
-        "num_kv_blocks": num_blocks,
+        "num_kv_blocks": deployment.num_kv_blocks,
         "num_local_experts": len(
             contiguous_placement(plan.config.num_experts, group.size).local_logical_experts(group.rank)
         ),
@@ -166,7 +154,7 @@ def _check_memory(plan: ModelPlan, num_blocks: int, group: RankGroup) -> None:
     """Refuse before loading what this host cannot hold; its first rank speaks for all of them."""
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(group.size)))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if local_rank != 0:
+    if local_rank != 0 or plan.device.type != "cpu":
         return
     first = group.rank
     placement = contiguous_placement(plan.config.num_experts, group.size)
@@ -194,7 +182,9 @@ def _available_bytes() -> int:
     raise RuntimeError("/proc/meminfo has no MemAvailable")
 
 
-def _server_config(config: ServeConfig, plan: ModelPlan, num_blocks: int, group: RankGroup) -> ServerConfig:
+def _server_config(
+    config: ServeConfig, plan: ModelPlan, deployment: Deployment, group: RankGroup
+) -> ServerConfig:
     level = config.engine.invariance
     reduction = resolve_multiple_reduction(
         level, num_redundant_experts=0, rearrangement=False, transport_can=False
@@ -205,11 +195,7 @@ def _server_config(config: ServeConfig, plan: ModelPlan, num_blocks: int, group:
         port=config.http.port,
         served_model_name=config.http.served_model_name or config.engine.model.rstrip("/"),
         model_dir=str(plan.model_dir),
-        limits=RequestLimits(
-            vocab_size=plan.config.vocab_size,
-            max_model_len=plan.max_model_len,
-            max_kv_tokens=num_blocks * BLOCK_SIZE,
-        ),
+        limits=deployment.limits,
         world_size=group.size,
         api_key=config.http.api_key,
         seed=config.engine.seed,
@@ -222,7 +208,7 @@ def _server_config(config: ServeConfig, plan: ModelPlan, num_blocks: int, group:
             "multiple_reduction_reason": reduction.reason,
             "numerics_version": NUMERICS_VERSION,
             "dispatcher": "collective",
-            "device": "cpu",
+            "device": plan.device.type,
             "ep_size": group.size,
             "architecture": plan.config.architecture,
             "dtype": plan.dtype,

@@ -12,7 +12,7 @@ from moe_runtime.engine.sequence import Sequence
 from moe_runtime.kernels.attention import BLOCK_SIZE, make_attention_plan
 from moe_runtime.layers.decoder import ForwardInput
 
-__all__ = ["LogitsRow", "StepBatch", "make_batch"]
+__all__ = ["LogitsRow", "StepBatch", "make_batch", "wanted_rows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +51,9 @@ def make_batch(
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
-    rows: list[LogitsRow] = []
     for chunk in chunks:
         sequence, start = chunk.sequence, chunk.sequence.num_computed_tokens
         end = start + chunk.num_tokens
-        rows.extend(_wanted_rows(chunk, len(token_ids)))
         token_ids.extend(sequence.token_ids[start:end])
         positions.extend(range(start, end))
         slots.extend(
@@ -76,7 +74,17 @@ def make_batch(
         attention=plan,
         tokens_per_rank=tokens_per_rank,
     )
-    return StepBatch(forward=forward, rows=rows)
+    return StepBatch(forward=forward, rows=wanted_rows(chunks))
+
+
+def wanted_rows(chunks: SequenceOf[ScheduledChunk]) -> list[LogitsRow]:
+    """Tokens of a step whose logits are wanted, in the order of its tokens."""
+    rows: list[LogitsRow] = []
+    first_token_idx = 0
+    for chunk in chunks:
+        rows.extend(_wanted_rows(chunk, first_token_idx))
+        first_token_idx += chunk.num_tokens
+    return rows
 
 
 def _wanted_rows(chunk: ScheduledChunk, first_token_idx: int) -> list[LogitsRow]:

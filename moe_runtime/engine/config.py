@@ -16,10 +16,14 @@ class EngineConfig:
         model: Folder of a checkpoint, a hub id, or ``builtin``.
         load_format: ``auto`` reads the checkpoint; ``dummy`` fills random weights from (tensor name, seed).
         dtype: Model dtype; ``auto`` takes the checkpoint's.
+        device: ``auto`` takes the GPU where there is one and one rank, else the CPU.
         max_model_len: Most tokens of prompt and output together; by default the model's own context length.
         max_num_seqs: Most sequences that a rank runs at once.
         max_num_batched_tokens: Most tokens that a rank runs in a step; longer prompts are run in chunks.
-        kv_cache_blocks: KV blocks of 64 tokens per rank; by default as many as the sequences need, up to 256 MiB.
+        kv_cache_blocks: KV blocks of 64 tokens per rank; by default as many as the sequences need, up to 256 MiB on the
+            CPU, up to what is free on a GPU.
+        gpu_memory_utilization: Share of the GPU's free memory that may be used.
+        enforce_eager: Launch every kernel by itself, without CUDA graphs.
         invariance: ``topology``: a request's bits depend on nothing but the request, on any number of ranks.
             ``batch``: the same for one fixed deployment, which leaves room for cheaper reductions.
         seed: Seeds dummy weights, and the seeds given to requests that bring none; by default those are random.
@@ -28,10 +32,13 @@ class EngineConfig:
     model: str = "builtin"
     load_format: Literal["auto", "dummy"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     kv_cache_blocks: int | None = None
+    gpu_memory_utilization: float = 0.9
+    enforce_eager: bool = False
     invariance: Literal["topology", "batch"] = "topology"
     seed: int | None = None
 
@@ -40,6 +47,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} ({value}) must be at least 1")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization ({self.gpu_memory_utilization}) must be in (0, 1]")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from math import prod
+from typing import TYPE_CHECKING
+
 import torch
 
+from moe_runtime.errors import CapacityError
 from moe_runtime.kernels.attention import BLOCK_SIZE
 from moe_runtime.models.model_config import ModelConfig
+from moe_runtime.models.registry import tensor_specs
 
-__all__ = ["KVCache", "default_num_blocks", "kv_block_bytes"]
+if TYPE_CHECKING:
+    from moe_runtime.engine.config import EngineConfig
+    from moe_runtime.engine.model_loader import ModelPlan
+
+__all__ = ["KVCache", "default_num_blocks", "gpu_num_blocks", "kv_block_bytes"]
 
 DEFAULT_CACHE_BYTES = 256 * 2**20
+GPU_RESERVE_BYTES = 3 * 2**30
 
 
 class KVCache:
@@ -34,3 +44,35 @@ def default_num_blocks(config: ModelConfig, dtype: torch.dtype, max_num_seqs: in
     per_sequence = -(-max_model_len // BLOCK_SIZE)
     affordable = DEFAULT_CACHE_BYTES // kv_block_bytes(config, dtype)
     return max(per_sequence, min(max_num_seqs * per_sequence, affordable))
+
+
+def gpu_num_blocks(plan: ModelPlan, config: EngineConfig) -> int:
+    """Blocks per GPU where the user names none: what is free now, less weights, buffers and a reserve for graphs and
+    compiled kernels, and no more than all sequences at full length need.
+
+    Raises:
+        CapacityError: not even one sequence of full length fits.
+    """
+    model, item_bytes = plan.config, plan.torch_dtype.itemsize
+    free_bytes, _ = torch.cuda.mem_get_info(plan.device)
+    num_weights = sum(prod(spec.shape) for spec in tensor_specs(model))
+    query = model.num_attention_heads * model.head_dim
+    row_items = (
+        3 * model.hidden_size
+        + 3 * query
+        + 2 * model.num_kv_heads * model.head_dim
+        + model.num_experts_per_tok * (model.moe_intermediate_size + model.hidden_size)
+    )
+    buffer_bytes = config.max_num_batched_tokens * row_items * item_bytes + 3 * 256 * model.vocab_size * 4
+    room_bytes = int(free_bytes * config.gpu_memory_utilization)
+    room_bytes -= num_weights * item_bytes + buffer_bytes + GPU_RESERVE_BYTES
+    per_sequence = -(-plan.max_model_len // BLOCK_SIZE)
+    num_blocks = room_bytes // kv_block_bytes(model, plan.torch_dtype)
+    if num_blocks < per_sequence:
+        raise CapacityError(
+            f"the GPU has {free_bytes / 2**30:.1f} GiB free and gpu_memory_utilization is "
+            f"{config.gpu_memory_utilization:g}; after {num_weights * item_bytes / 2**30:.1f} GiB of weights and "
+            f"{buffer_bytes / 2**30:.1f} GiB of buffers not one sequence of max_model_len ({plan.max_model_len}) fits: "
+            "lower max_model_len or max_num_batched_tokens"
+        )
+    return int(min(num_blocks, config.max_num_seqs * per_sequence))

@@ -13,18 +13,14 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from moe_runtime.comm.groups import RankGroup
+from moe_runtime.engine.backend import plan_deployment, start_engine
 from moe_runtime.engine.config import EngineConfig
-from moe_runtime.engine.cpu_runner import CpuRunner
-from moe_runtime.engine.engine import Engine
-from moe_runtime.engine.kv_cache import KVCache, default_num_blocks
 from moe_runtime.engine.messages import SequenceOutput, TokenLogprobs
 from moe_runtime.engine.model_loader import LoadedModel, load_model, plan_model
-from moe_runtime.engine.request import Request, RequestLimits, SamplingParams, choice_seed, make_request
-from moe_runtime.engine.scheduler import SchedulerConfig
+from moe_runtime.engine.request import Request, SamplingParams, choice_seed, make_request
 from moe_runtime.engine.text import TextStream
 from moe_runtime.engine.tokenizer import Tokenizer
 from moe_runtime.errors import CheckpointError
-from moe_runtime.kernels.attention import BLOCK_SIZE
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput"]
 
@@ -83,7 +79,7 @@ class LLM:
     ) -> None:
         self.config = msgspec.convert({"model": model, **options}, EngineConfig)
         self.group = group or RankGroup()
-        plan = plan_model(self.config)
+        plan = plan_model(self.config, self.group)
         self.model: LoadedModel = load_model(plan, self.config, self.group, on_progress=on_progress)
         try:
             self.tokenizer: Tokenizer | None = Tokenizer.from_dir(plan.model_dir)
@@ -93,25 +89,9 @@ class LLM:
         self._start_engine()
 
     def _start_engine(self) -> None:
-        plan = self.model.plan
-        num_blocks = self.config.kv_cache_blocks or default_num_blocks(
-            plan.config, plan.torch_dtype, self.config.max_num_seqs, plan.max_model_len
-        )
-        self.limits = RequestLimits(
-            vocab_size=plan.config.vocab_size,
-            max_model_len=plan.max_model_len,
-            max_kv_tokens=num_blocks * BLOCK_SIZE,
-        )
-        self.engine = Engine(
-            CpuRunner(self.model.decoder, KVCache(plan.config, num_blocks, plan.torch_dtype)),
-            num_blocks,
-            SchedulerConfig(
-                max_num_seqs=self.config.max_num_seqs,
-                max_num_batched_tokens=self.config.max_num_batched_tokens,
-            ),
-            self.group,
-            plan.config.eos_token_ids,
-        )
+        deployment = plan_deployment(self.model.plan, self.config)
+        self.limits = deployment.limits
+        self.engine = start_engine(self.model, deployment, self.config, self.group)
 
     def reconfigure(
         self,

@@ -7,6 +7,7 @@ import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,6 +26,9 @@ from moe_runtime.models.registry import load_model_config, tensor_specs
 from moe_runtime.models.resolve import resolve_model
 from moe_runtime.models.tensor_source import TensorSource
 
+if TYPE_CHECKING:
+    from moe_runtime.layers.cuda_decoder import CudaDecoder
+
 __all__ = ["NUMERICS_VERSION", "LoadedModel", "ModelPlan", "load_model", "plan_model"]
 
 NUMERICS_VERSION = 1
@@ -42,6 +46,7 @@ class ModelPlan:
         config: The model.
         dtype: Model dtype in force.
         max_model_len: Context length in force, in tokens.
+        device: Where it will run.
         fingerprint: Digest of checkpoint, dtype, numerics version and device architecture: equal fingerprints mean
             equal bits.
     """
@@ -50,6 +55,7 @@ class ModelPlan:
     config: ModelConfig
     dtype: Dtype
     max_model_len: int
+    device: torch.device
     fingerprint: str
 
     @property
@@ -69,12 +75,16 @@ class LoadedModel:
     """
 
     plan: ModelPlan
-    decoder: Decoder
+    decoder: Decoder | CudaDecoder
     audit: AuditReport
 
 
-def plan_model(engine_config: EngineConfig) -> ModelPlan:
-    """Read a model's configuration and file headers, and settle dtype and context length. Reads no weights.
+def plan_model(engine_config: EngineConfig, group: RankGroup | None = None) -> ModelPlan:
+    """Read a model's configuration and file headers, and settle device, dtype and context length. Reads no weights.
+
+    Args:
+        engine_config: Settings.
+        group: The ranks; one by default.
 
     Raises:
         CheckpointError: the checkpoint's configuration is missing or uses something not implemented, or a tensor is
@@ -90,13 +100,15 @@ def plan_model(engine_config: EngineConfig) -> ModelPlan:
             f"({config.max_position_embeddings})"
         )
     dtype = config.dtype if engine_config.dtype == "auto" else engine_config.dtype
-    with _open(model_dir, dtype, engine_config, tensor_specs(config)) as source:
-        identity = f"{source.fingerprint()} {dtype} {NUMERICS_VERSION} cpu-{platform.machine()}"
+    device = _device(engine_config, group)
+    with _open(model_dir, dtype, engine_config, tensor_specs(config), device) as source:
+        identity = f"{source.fingerprint()} {dtype} {NUMERICS_VERSION} {_architecture(device)}"
     return ModelPlan(
         model_dir=model_dir,
         config=config,
         dtype=dtype,
         max_model_len=max_model_len,
+        device=device,
         fingerprint=hashlib.sha256(identity.encode()).hexdigest()[:16],
     )
 
@@ -115,20 +127,23 @@ def load_model(
         plan: From ``plan_model``.
         engine_config: Load format and seed.
         group: The expert-parallel group; ranks need not be in step here.
-        on_progress: Told (bytes done, bytes in total).
+        on_progress: Told (tensor elements done, in total).
         placement: Where the experts of every layer are; by default consecutive ids.
 
     Raises:
         CheckpointError: a tensor is missing, unexpected, mis-shaped, unindexed or truncated.
         InvarianceError: the self-check failed.
+        ValueError: the device cannot run the model.
     """
+    if plan.device.type == "cuda":
+        return _load_on_gpu(plan, engine_config, on_progress)
     config, dtype = plan.config, plan.torch_dtype
     placement = placement or contiguous_placement(config.num_experts, group.size)
     specs = tensor_specs(config)
     by_place = {(spec.role, spec.layer_idx, spec.logical_expert_id): spec for spec in specs}
     wanted = [spec for spec in specs if is_local(spec, placement, group.rank)]
     dispatcher = CollectiveDispatcher(group, placement.first_expert, config.num_experts_per_tok)
-    with _open(plan.model_dir, plan.dtype, engine_config, specs) as source:
+    with _open(plan.model_dir, plan.dtype, engine_config, specs, plan.device) as source:
         progress = _Progress(wanted, on_progress)
 
         def read(role: str, layer_idx: int | None, expert_id: int | None = None) -> torch.Tensor:
@@ -157,6 +172,35 @@ def load_model(
     return LoadedModel(plan=plan, decoder=decoder, audit=audit)
 
 
+def _load_on_gpu(
+    plan: ModelPlan, engine_config: EngineConfig, on_progress: Callable[[int, int], None] | None
+) -> LoadedModel:
+    """One rank with all experts on its GPU."""
+    from moe_runtime.layers.cuda_decoder import CudaDecoder  # needs Triton, which CPU machines may lack
+
+    specs = tensor_specs(plan.config)
+    by_place = {(spec.role, spec.layer_idx, spec.logical_expert_id): spec for spec in specs}
+    with _open(plan.model_dir, plan.dtype, engine_config, specs, plan.device) as source:
+        progress = _Progress(specs, on_progress)
+
+        def read(role: str, layer_idx: int, expert_id: int | None) -> torch.Tensor:
+            spec = by_place[role, None if layer_idx < 0 else layer_idx, expert_id]
+            tensor = source.read(spec)
+            progress.add(spec)
+            return tensor
+
+        decoder = CudaDecoder(
+            plan.config,
+            read,
+            plan.torch_dtype,
+            plan.max_model_len,
+            engine_config.max_num_batched_tokens,
+            plan.device,
+        )
+        source.close(expected=specs)
+    return LoadedModel(plan=plan, decoder=decoder, audit=AuditReport())
+
+
 class _Progress:
     """Counts bytes as the decoder asks for its tensors."""
 
@@ -179,11 +223,37 @@ def _num_elements(spec: TensorSpec) -> int:
 
 
 def _open(
-    model_dir: Path, dtype: Dtype, engine_config: EngineConfig, specs: Sequence[TensorSpec]
+    model_dir: Path,
+    dtype: Dtype,
+    engine_config: EngineConfig,
+    specs: Sequence[TensorSpec],
+    device: torch.device,
 ) -> TensorSource:
     if engine_config.load_format == "dummy":
-        return DummyCheckpoint(specs, dtype, engine_config.seed or 0)
+        return DummyCheckpoint(specs, dtype, engine_config.seed or 0, device)
     return Checkpoint(model_dir, specs)
+
+
+def _device(engine_config: EngineConfig, group: RankGroup | None) -> torch.device:
+    num_ranks = 1 if group is None else group.size
+    if engine_config.device == "cpu" or (engine_config.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError("device (cuda) must be cpu here: torch sees no GPU")
+    if num_ranks > 1:
+        # The CPU has other bits, so nothing falls back to it silently.
+        raise ValueError(
+            f"{num_ranks} ranks on GPUs are not implemented yet; start one rank, or set device to cpu"
+        )
+    return torch.device("cuda")
+
+
+def _architecture(device: torch.device) -> str:
+    """What equal bits need of the hardware."""
+    if device.type == "cpu":
+        return f"cpu-{platform.machine()}"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"cuda-sm{major}{minor}"
 
 
 def _gemm_shapes(config: ModelConfig) -> list[tuple[int, int, str]]:

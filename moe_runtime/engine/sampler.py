@@ -18,7 +18,7 @@ from moe_runtime.kernels.schedules import Control, active_control
 from moe_runtime.kernels.softmax import log_softmax, top_logprobs
 from moe_runtime.layers.decoder import Decoder
 
-__all__ = ["ScoredRow", "score_rows"]
+__all__ = ["ScoredRow", "num_logprobs", "row_sampling", "score_rows"]
 
 ROWS_PER_SLICE = 128
 
@@ -60,13 +60,14 @@ def _choose(logits: torch.Tensor, rows: SequenceOf[LogitsRow]) -> list[int]:
         else:
             free.append(i)
     if free:
-        chosen = sample(logits[torch.tensor(free)], [_row_sampling(rows[i], i) for i in free])
+        chosen = sample(logits[torch.tensor(free)], [row_sampling(rows[i], i) for i in free])
         for i, token_id in zip(free, chosen, strict=True):
             token_ids[i] = token_id
     return token_ids
 
 
-def _row_sampling(row: LogitsRow, row_idx: int) -> RowSampling:
+def row_sampling(row: LogitsRow, row_idx: int) -> RowSampling:
+    """How a row's token is sampled; ``row_idx`` matters under a control alone."""
     sequence = row.sequence
     position = sequence.num_tokens
     if active_control() is Control.BATCH_NOISE:
@@ -85,7 +86,7 @@ def _row_sampling(row: LogitsRow, row_idx: int) -> RowSampling:
 def _with_logprobs(
     logits: torch.Tensor, rows: SequenceOf[LogitsRow], token_ids: SequenceOf[int]
 ) -> list[ScoredRow]:
-    num_top = [_num_logprobs(row) for row in rows]
+    num_top = [num_logprobs(row) for row in rows]
     wanted = [i for i, num in enumerate(num_top) if num is not None]
     entries: dict[int, TokenLogprobs] = {}
     if wanted:
@@ -103,6 +104,7 @@ def _with_logprobs(
     return [ScoredRow(token_id, entries.get(i)) for i, token_id in enumerate(token_ids)]
 
 
-def _num_logprobs(row: LogitsRow) -> int | None:
+def num_logprobs(row: LogitsRow) -> int | None:
+    """Alternatives to return with a row's token; None for no logprobs."""
     params = row.sequence.params
     return params.logprobs if row.prompt_position is None else params.prompt_logprobs

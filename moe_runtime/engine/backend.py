@@ -1,0 +1,108 @@
+"""From settings to a running engine: which runner, how many KV blocks, which limits. Used online and offline alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from moe_runtime.comm.groups import RankGroup
+from moe_runtime.engine.config import EngineConfig
+from moe_runtime.engine.cpu_runner import CpuRunner
+from moe_runtime.engine.engine import Engine
+from moe_runtime.engine.kv_cache import KVCache, default_num_blocks, gpu_num_blocks
+from moe_runtime.engine.model_loader import LoadedModel, ModelPlan
+from moe_runtime.engine.request import RequestLimits
+from moe_runtime.engine.runner import Runner
+from moe_runtime.engine.scheduler import SchedulerConfig
+from moe_runtime.kernels.attention import BLOCK_SIZE
+from moe_runtime.layers.decoder import Decoder
+
+__all__ = ["Deployment", "plan_deployment", "start_engine"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment:
+    """What is settled before weights are read.
+
+    Attributes:
+        num_kv_blocks: Blocks of one rank's cache.
+        limits: What a request may ask for.
+    """
+
+    num_kv_blocks: int
+    limits: RequestLimits
+
+
+def plan_deployment(plan: ModelPlan, config: EngineConfig) -> Deployment:
+    """Settle the KV cache and, from it, the limits of requests.
+
+    Raises:
+        CapacityError: the GPU has no room for one sequence of full length.
+    """
+    num_blocks = config.kv_cache_blocks
+    if num_blocks is None and plan.device.type == "cuda":
+        num_blocks = gpu_num_blocks(plan, config)
+    if num_blocks is None:
+        num_blocks = default_num_blocks(
+            plan.config, plan.torch_dtype, config.max_num_seqs, plan.max_model_len
+        )
+    limits = RequestLimits(
+        vocab_size=plan.config.vocab_size,
+        max_model_len=plan.max_model_len,
+        max_kv_tokens=num_blocks * BLOCK_SIZE,
+    )
+    return Deployment(num_kv_blocks=num_blocks, limits=limits)
+
+
+def start_engine(
+    model: LoadedModel,
+    deployment: Deployment,
+    config: EngineConfig,
+    group: RankGroup,
+    *,
+    on_capture: Callable[[int, int], None] | None = None,
+) -> Engine:
+    """An engine around loaded weights.
+
+    Args:
+        model: From ``load_model``.
+        deployment: From ``plan_deployment``.
+        config: Limits of a step.
+        group: The ranks.
+        on_capture: Told (CUDA graphs captured, in total); None captures them when first needed.
+    """
+    return Engine(
+        _runner(model, deployment, config, on_capture),
+        deployment.num_kv_blocks,
+        SchedulerConfig(
+            max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
+        ),
+        group,
+        model.plan.config.eos_token_ids,
+    )
+
+
+def _runner(
+    model: LoadedModel,
+    deployment: Deployment,
+    config: EngineConfig,
+    on_capture: Callable[[int, int], None] | None,
+) -> Runner:
+    plan = model.plan
+    if isinstance(model.decoder, Decoder):
+        return CpuRunner(model.decoder, KVCache(plan.config, deployment.num_kv_blocks, plan.torch_dtype))
+    from moe_runtime.engine.cuda_runner import CudaRunner  # needs Triton, which CPU machines may lack
+
+    runner = CudaRunner(
+        model.decoder,
+        deployment.num_kv_blocks,
+        config.max_num_seqs,
+        plan.max_model_len,
+        use_graphs=not config.enforce_eager,
+    )
+    if on_capture is not None:
+        runner.capture_graphs(on_capture)
+        torch.cuda.synchronize()
+    return runner

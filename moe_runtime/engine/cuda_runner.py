@@ -1,0 +1,408 @@
+"""Runs steps on one GPU: decode steps as graphs, all others kernel by kernel; neither waits for the device.
+
+A step's inputs travel in one copy from pinned memory. Tokens that the host does not know yet are taken on the device
+from each sequence's slot (kernels/tokens_triton.py). Results come back by asynchronous copies and an event, which
+``LaunchedStep.collect`` waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+import torch
+
+from moe_runtime.engine.batch import LogitsRow, wanted_rows
+from moe_runtime.engine.graphs import DecodeGraphs, decode_bucket
+from moe_runtime.engine.messages import TokenLogprobs
+from moe_runtime.engine.runner import LaunchedStep, Runner
+from moe_runtime.engine.sampler import ScoredRow, num_logprobs, row_sampling
+from moe_runtime.engine.scheduler import ScheduledChunk
+from moe_runtime.engine.sequence import UNKNOWN_TOKEN, Sequence
+from moe_runtime.kernels.attention import BLOCK_SIZE
+from moe_runtime.kernels.attention_tree_triton import TREE
+from moe_runtime.kernels.attention_triton import CANONICAL_DECODE, DecodeSchedule
+from moe_runtime.kernels.prefill_attention_triton import CANONICAL_ROWS, RowSchedule, make_row_tiles
+from moe_runtime.kernels.sampling_triton import SamplingRows, sample, sample_greedy
+from moe_runtime.kernels.softmax_triton import log_softmax_stats, token_logprobs, top_logprobs
+from moe_runtime.kernels.tokens_triton import record_tokens, resolve_tokens
+from moe_runtime.layers.cuda_decoder import MAX_DECODE_ROWS, CudaDecoder, MixedInput, RowTiles
+
+__all__ = ["CudaRunner"]
+
+NUM_INPUT_SETS = 3
+LOGITS_ROWS = 256
+
+SERIAL = DecodeSchedule(split=False, num_warps=4, num_stages=2, early_reads=True)
+SPLIT = DecodeSchedule(split=True, num_warps=4, num_stages=2, early_reads=True)
+FEW_ROWS = RowSchedule(block_rows=16, num_warps=4, num_stages=2)
+MANY_ROWS = RowSchedule(block_rows=128, num_warps=8, num_stages=2)
+MANY_ROWS_FROM = 4
+
+
+class CudaRunner(Runner):
+    """One rank's GPU.
+
+    Args:
+        decoder: The loaded model.
+        num_kv_blocks: Blocks of the cache.
+        max_num_seqs: Most sequences that run at once.
+        max_model_len: Longest context, in tokens.
+        use_graphs: Capture decode steps; else launch them kernel by kernel.
+    """
+
+    overlaps = True
+
+    def __init__(
+        self,
+        decoder: CudaDecoder,
+        num_kv_blocks: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        use_graphs: bool,
+    ) -> None:
+        config = decoder.config
+        self.decoder = decoder
+        self.device = decoder.device
+        shape = (num_kv_blocks, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
+        self.kv_caches = [
+            (
+                torch.zeros(shape, dtype=decoder.dtype, device=self.device),
+                torch.zeros(shape, dtype=decoder.dtype, device=self.device),
+            )
+            for _ in range(config.num_layers)
+        ]
+        self.max_blocks = -(-max_model_len // BLOCK_SIZE)
+        self.largest_decode = min(MAX_DECODE_ROWS, max(max_num_seqs, 1))
+        self._slots = _SequenceSlots(2 * max_num_seqs)
+        self.last_token = torch.zeros(2 * max_num_seqs, dtype=torch.int32, device=self.device)
+        self._inputs = _InputRing(MAX_DECODE_ROWS * (3 + self.max_blocks) + 1, self.device)
+        self._decode_inputs = torch.zeros(
+            MAX_DECODE_ROWS * (3 + self.max_blocks) + 1, dtype=torch.int32, device=self.device
+        )
+        self._token_ids = torch.zeros(MAX_DECODE_ROWS, dtype=torch.int32, device=self.device)
+        self.logits = torch.zeros(LOGITS_ROWS, config.vocab_size, dtype=torch.float32, device=self.device)
+        self.chosen = torch.zeros(LOGITS_ROWS, dtype=torch.int32, device=self.device)
+        self.graphs = DecodeGraphs(self._launch_decode) if use_graphs and self.device.type == "cuda" else None
+
+    def capture_graphs(self, on_progress: Callable[[int, int], None] | None = None) -> None:
+        """Capture every bucket's usual variant ahead of the first request."""
+        if self.graphs is None:
+            return
+        buckets = _buckets_up_to(self.largest_decode)
+        for done, bucket in enumerate(buckets):
+            if on_progress is not None:
+                on_progress(done, len(buckets))
+            self.graphs.capture(bucket, "serial")
+
+    @torch.inference_mode()
+    def launch(self, chunks: SequenceOf[ScheduledChunk], tokens_per_rank: SequenceOf[int]) -> LaunchedStep:
+        """See ``Runner.launch``."""
+        rows = wanted_rows(chunks)
+        is_decode = all(
+            chunk.num_tokens == 1 and chunk.reaches_end and chunk.sequence.max_tokens > 0 for chunk in chunks
+        )
+        bucket = decode_bucket(len(chunks), self.largest_decode) if is_decode else None
+        if bucket is not None:
+            return self._decode(chunks, rows, bucket)
+        return self._mixed(chunks, rows)
+
+    def _decode(self, chunks: SequenceOf[ScheduledChunk], rows: list[LogitsRow], bucket: int) -> LaunchedStep:
+        """One row per sequence; the rows' order is the chunks'."""
+        num_rows = len(chunks)
+        size = 1 + bucket * (3 + self.max_blocks)
+        host = self._inputs.next(size)
+        host.fill(-1)
+        host[0] = num_rows
+        token_ids, slots, positions, table = np.split(host[1:], [bucket, 2 * bucket, 3 * bucket])
+        table = table.reshape(bucket, self.max_blocks)
+        longest = 0
+        for i, chunk in enumerate(chunks):
+            sequence = chunk.sequence
+            position = sequence.num_computed_tokens
+            token_ids[i] = sequence.token_ids[position]
+            slots[i] = self._slots.slot(sequence)
+            positions[i] = position
+            table[i, : len(sequence.block_ids)] = sequence.block_ids
+            longest = max(longest, position + 1)
+        self._inputs.upload(size, self._decode_inputs)
+        variant = "serial" if longest <= TREE.chunk_keys else "split"
+        if self.graphs is not None:
+            self.graphs.replay(bucket, variant)
+        else:
+            self._launch_decode(bucket, variant)
+        return self._score(rows, self.logits[:num_rows], greedy_done=True)
+
+    def _launch_decode(self, bucket: int, variant: str) -> None:
+        """Everything of a decode step that can be captured: from the inputs' buffer to greedy tokens."""
+        inputs = self._decode_inputs
+        num_tokens = inputs[:1]
+        columns = inputs[1 : 1 + 3 * bucket].view(3, bucket)
+        host_ids, slots, positions = columns[0], columns[1], columns[2]
+        table = inputs[1 + 3 * bucket : 1 + bucket * (3 + self.max_blocks)].view(bucket, self.max_blocks)
+        token_ids, chosen = self._token_ids[:bucket], self.chosen[:bucket]
+        pdl = self.device.type == "cuda"
+        resolve_tokens(host_ids, slots, self.last_token, token_ids)
+        schedule = CANONICAL_DECODE
+        if self.decoder.dtype != torch.float32:
+            schedule = SERIAL if variant == "serial" else SPLIT
+        self.decoder.decode(
+            token_ids, positions, table, num_tokens, self.kv_caches, schedule, self.logits[:bucket]
+        )
+        sample_greedy(self.logits[:bucket], chosen, pdl=pdl)
+        record_tokens(chosen, slots, self.last_token, pdl=pdl)
+
+    def _mixed(self, chunks: SequenceOf[ScheduledChunk], rows: list[LogitsRow]) -> LaunchedStep:
+        """Any rows, kernel by kernel."""
+        num_tokens = sum(chunk.num_tokens for chunk in chunks)
+        num_seqs = len(chunks)
+        lens = [chunk.num_tokens for chunk in chunks]
+        starts = [chunk.sequence.num_computed_tokens for chunk in chunks]
+        tiles = self._tiles(lens, starts)
+        sizes = [1, num_tokens, num_tokens, num_tokens, 2 * num_tokens, num_seqs * self.max_blocks]
+        sizes += [part.size for _, part in tiles]
+        host = self._inputs.next(sum(sizes))
+        views = np.split(host, np.cumsum(sizes)[:-1])
+        views[0][0] = num_tokens
+        token_ids, slots, positions, slot_mapping = views[1], views[2], views[3], views[4].view(np.int64)
+        table = views[5].reshape(num_seqs, self.max_blocks)
+        table.fill(-1)
+        slots.fill(-1)
+        at = 0
+        for i, chunk in enumerate(chunks):
+            sequence, start, end = chunk.sequence, starts[i], starts[i] + lens[i]
+            span = slice(at, at + lens[i])
+            token_ids[span] = sequence.token_ids[start:end]
+            if sequence.token_ids[end - 1] == UNKNOWN_TOKEN:
+                slots[at + lens[i] - 1] = self._slots.slot(sequence)
+            positions[span] = np.arange(start, end)
+            blocks = np.asarray(sequence.block_ids, dtype=np.int64)
+            where = positions[span].astype(np.int64)
+            slot_mapping[span] = blocks[where // BLOCK_SIZE] * BLOCK_SIZE + where % BLOCK_SIZE
+            table[i, : len(blocks)] = blocks
+            at += lens[i]
+        for view, (_, part) in zip(views[6:], tiles, strict=True):
+            view[:] = part.reshape(-1)
+        device = torch.empty(sum(sizes), dtype=torch.int32, device=self.device)
+        self._inputs.upload(sum(sizes), device)
+        parts = torch.split(device, sizes)
+        ids = torch.empty_like(parts[1])
+        resolve_tokens(parts[1], parts[2], self.last_token, ids)
+        hidden = self.decoder.mixed(
+            MixedInput(
+                token_ids=ids,
+                positions=parts[3],
+                slot_mapping=parts[4].view(torch.int64),
+                num_tokens=parts[0],
+                block_table=parts[5].view(num_seqs, self.max_blocks),
+                tiles=[
+                    RowTiles(schedule=schedule, tiles=part.view(-1, 4))
+                    for (schedule, _), part in zip(tiles, parts[6:], strict=True)
+                ],
+            ),
+            self.kv_caches,
+        )
+        return self._score_hidden(rows, hidden)
+
+    def _tiles(
+        self, lens: list[int], starts: list[int]
+    ) -> list[tuple[RowSchedule, np.ndarray[tuple[int, int], np.dtype[np.int32]]]]:
+        """Short sequences in low tiles, long ones in tall tiles."""
+        groups = self.decoder.config.num_query_heads_per_kv_head
+        few = [i for i, length in enumerate(lens) if length < MANY_ROWS_FROM]
+        many = [i for i, length in enumerate(lens) if length >= MANY_ROWS_FROM]
+        if self.decoder.dtype == torch.float32:
+            few, many = list(range(len(lens))), []
+        result = []
+        for schedule, which in ((MANY_ROWS, many), (FEW_ROWS, few)):
+            if not which:
+                continue
+            if self.decoder.dtype == torch.float32:
+                schedule = CANONICAL_ROWS
+            tiles = make_row_tiles(
+                lens, starts, num_groups=groups, block_rows=schedule.block_rows, sequences=which
+            )
+            result.append((schedule, tiles))
+        return result
+
+    def _score_hidden(self, rows: list[LogitsRow], hidden: torch.Tensor) -> LaunchedStep:
+        """Logits of the wanted rows, in slices."""
+        if not rows:
+            return LaunchedStep(rows, list)
+        index = torch.tensor([row.token_idx for row in rows], dtype=torch.int64, device=self.device)
+        steps = []
+        for first in range(0, len(rows), LOGITS_ROWS):
+            part = rows[first : first + LOGITS_ROWS]
+            logits = self.decoder.logits(hidden[index[first : first + LOGITS_ROWS]])
+            steps.append(self._score(part, logits, greedy_done=False))
+        return LaunchedStep(rows, lambda: [result for step in steps for result in step.collect()])
+
+    def _score(self, rows: list[LogitsRow], logits: torch.Tensor, *, greedy_done: bool) -> LaunchedStep:
+        """Choose tokens and compute logprobs of rows whose logits are there.
+
+        Args:
+            rows: One per row of ``logits``.
+            logits: ``[R, vocab]`` float32.
+            greedy_done: ``chosen`` holds greedy tokens already and they are recorded.
+        """
+        num_rows = len(rows)
+        given = [_given_token(row) for row in rows]
+        free = [i for i, token in enumerate(given) if token is None]
+        is_greedy = all(rows[i].sequence.params.temperature == 0 for i in free)
+        chosen = self.chosen[:num_rows]
+        if not (greedy_done and is_greedy and len(free) == num_rows):
+            chosen = self._choose(rows, logits, given, is_greedy)
+        num_top = [num_logprobs(row) for row in rows]
+        host_chosen = _to_host(chosen)
+        host_logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        if any(num is not None for num in num_top):
+            stats = log_softmax_stats(logits)
+            own = token_logprobs(logits, stats, chosen)
+            most = max(num or 0 for num in num_top)
+            top_ids, top_values = top_logprobs(logits, stats, most)
+            host_logprobs = (_to_host(own), _to_host(top_ids), _to_host(top_values))
+        done = _Event(self.device)
+
+        def collect() -> list[ScoredRow]:
+            done.wait()
+            token_ids = host_chosen.tolist()
+            if host_logprobs is None:
+                return [ScoredRow(token_id, None) for token_id in token_ids]
+            own, ids, values = (part.tolist() for part in host_logprobs)
+            return [
+                ScoredRow(
+                    token_ids[i],
+                    None
+                    if num is None
+                    else TokenLogprobs(own[i], tuple(ids[i][:num]), tuple(values[i][:num])),
+                )
+                for i, num in enumerate(num_top)
+            ]
+
+        return LaunchedStep(rows, collect)
+
+    def _choose(
+        self,
+        rows: list[LogitsRow],
+        logits: torch.Tensor,
+        given: list[int | None],
+        is_greedy: bool,
+    ) -> torch.Tensor:
+        """``[R]`` int32 tokens: given ones, greedy ones, sampled ones; the sequences' slots take them."""
+        chosen = torch.empty(len(rows), dtype=torch.int32, device=self.device)
+        if is_greedy:
+            sample_greedy(logits, chosen)
+        else:
+            settings = [row_sampling(row, i) for i, row in enumerate(rows)]
+            sample(logits, SamplingRows.of(settings, self.device), chosen)
+        if any(token is not None for token in given):
+            fixed = torch.tensor(
+                [-1 if t is None else t for t in given], dtype=torch.int32, device=self.device
+            )
+            chosen = torch.where(fixed >= 0, fixed, chosen)
+        slots = [-1 if row.prompt_position is not None else self._slots.slot(row.sequence) for row in rows]
+        record_tokens(chosen, torch.tensor(slots, dtype=torch.int32, device=self.device), self.last_token)
+        return chosen
+
+
+class _SequenceSlots:
+    """Which slot of ``last_token`` a sequence has; slots of finished sequences are taken again."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._owner: list[Sequence | None] = [None] * num_slots
+        self._slot: dict[int, int] = {}
+
+    def slot(self, sequence: Sequence) -> int:
+        """The sequence's slot."""
+        found = self._slot.get(id(sequence))
+        if found is not None and self._owner[found] is sequence:
+            return found
+        slot = self._free_slot()
+        self._owner[slot] = sequence
+        self._slot[id(sequence)] = slot
+        return slot
+
+    def _free_slot(self) -> int:
+        for slot, owner in enumerate(self._owner):
+            if owner is None:
+                return slot
+        for slot, owner in enumerate(self._owner):
+            assert owner is not None, "checked above"
+            if owner.is_finished or owner.token_ids[-1] != UNKNOWN_TOKEN:
+                del self._slot[id(owner)]
+                self._owner[slot] = None
+        return self._free_slot()
+
+
+class _InputRing:
+    """Pinned host buffers, taken in turn, so that a copy under way is never written over."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._device = device
+        self._buffers = [self._make(size) for _ in range(NUM_INPUT_SETS)]
+        self._copied: list[_Event | None] = [None] * NUM_INPUT_SETS
+        self._turn = 0
+
+    def next(self, size: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+        """A buffer of at least ``size`` int32 that no copy reads any more."""
+        self._turn = (self._turn + 1) % NUM_INPUT_SETS
+        copied = self._copied[self._turn]
+        if copied is not None:
+            copied.wait()
+        if self._buffers[self._turn].shape[0] < size:
+            self._buffers[self._turn] = self._make(2 * size)
+        result: np.ndarray[tuple[int], np.dtype[np.int32]] = self._buffers[self._turn][:size].numpy()
+        return result
+
+    def upload(self, size: int, target: torch.Tensor) -> None:
+        """Copy the buffer of this turn to the device, without waiting."""
+        target[:size].copy_(self._buffers[self._turn][:size], non_blocking=True)
+        self._copied[self._turn] = _Event(self._device)
+
+    def _make(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+
+
+class _Event:
+    """A point in the device's work; at once on a device that does not run ahead."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+
+def _given_token(row: LogitsRow) -> int | None:
+    """The token that a row scores or is forced to choose; None where it is free."""
+    sequence = row.sequence
+    if row.prompt_position is not None:
+        return sequence.token_ids[row.prompt_position]
+    forced = sequence.params.forced_token_ids
+    return None if forced is None else forced[sequence.num_output_tokens]
+
+
+def _to_host(x: torch.Tensor) -> torch.Tensor:
+    """Start a copy to pinned memory."""
+    if x.device.type != "cuda":
+        return x.clone()
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    host.copy_(x, non_blocking=True)
+    return host
+
+
+def _buckets_up_to(largest: int) -> list[int]:
+    buckets = []
+    size: int | None = 1
+    while size is not None:
+        bucket = decode_bucket(size, largest)
+        if bucket is None:
+            break
+        buckets.append(bucket)
+        size = bucket + 1
+    return buckets

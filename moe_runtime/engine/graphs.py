@@ -1,0 +1,66 @@
+"""Decode steps as CUDA graphs over a dense list of batch sizes.
+
+A graph of M rows runs any step of up to M sequences: rows past the real number are inert (token and position -1, and a
+number of tokens that kernels read on the device), so padding reaches neither routing nor the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+__all__ = ["DECODE_BUCKETS", "DecodeGraphs", "decode_bucket"]
+
+DECODE_BUCKETS = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+
+
+def decode_bucket(num_rows: int, largest: int) -> int | None:
+    """Smallest bucket of at least ``num_rows`` rows, or None above ``largest``."""
+    for bucket in DECODE_BUCKETS:
+        if num_rows <= bucket <= max(largest, 1):
+            return bucket
+    return None
+
+
+class DecodeGraphs:
+    """Captured launches by (bucket, variant), all in one memory pool.
+
+    Args:
+        run: ``run(bucket, variant)`` launches a step on buffers of fixed address.
+    """
+
+    def __init__(self, run: Callable[[int, str], None]) -> None:
+        self._run = run
+        self._graphs: dict[tuple[int, str], torch.cuda.CUDAGraph] = {}
+        self._pool: tuple[int, int] | None = None
+
+    def capture(self, bucket: int, variant: str) -> None:
+        """Run once to compile, then capture.
+
+        Raises:
+            RuntimeError: naming the bucket and what to change.
+        """
+        torch.cuda.synchronize()
+        self._run(bucket, variant)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                self._run(bucket, variant)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"the decode step of {bucket} rows ({variant}) cannot be captured as a CUDA graph ({error}); "
+                "set enforce_eager to run without graphs, or lower max_num_seqs"
+            ) from error
+        self._pool = self._pool or graph.pool()
+        self._graphs[bucket, variant] = graph
+
+    def replay(self, bucket: int, variant: str) -> None:
+        """Launch a captured step; captures it first where that has not been done."""
+        if (bucket, variant) not in self._graphs:
+            self.capture(bucket, variant)
+        self._graphs[bucket, variant].replay()
+
+    def __len__(self) -> int:
+        return len(self._graphs)

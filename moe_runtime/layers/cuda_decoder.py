@@ -1,0 +1,313 @@
+"""The decoder on one GPU: the same trees whether a step is a graph of decode rows or any mix of rows.
+
+Two forms run the model. ``decode`` takes one row per sequence, up to ``MAX_DECODE_ROWS``, and launches nine kernels a
+layer on buffers of fixed address, so that it can be captured in a graph. ``mixed`` takes any rows of any sequences.
+They differ in schedules alone: a row has the same bits in both.
+
+Roundings and trees are those of the kernels' files. The first kernel of a form is launched plainly, all others
+dependent on the one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import torch
+
+from moe_runtime.kernels.attention_triton import DecodeSchedule, attend_decode, decode_workspace
+from moe_runtime.kernels.experts_triton import MAX_CAPACITY, down, gate_up
+from moe_runtime.kernels.gemm import PARTS
+from moe_runtime.kernels.gemm_triton import dense_gemm, dense_gemm_parts
+from moe_runtime.kernels.grouped_experts_triton import down_grouped, gate_up_grouped
+from moe_runtime.kernels.norm_triton import combine_residual_norm, embed_norm, merge_residual_norm
+from moe_runtime.kernels.prefill_attention_triton import (
+    RopeSchedule,
+    RowSchedule,
+    attend_rows,
+    rope_and_write,
+)
+from moe_runtime.kernels.router_triton import router_logits
+from moe_runtime.kernels.topk_triton import expert_order, topk
+from moe_runtime.layers.rotary import RotaryTable
+from moe_runtime.models.model_config import ModelConfig
+
+__all__ = ["MAX_DECODE_ROWS", "CudaDecoder", "MixedInput", "RowTiles"]
+
+MAX_DECODE_ROWS = MAX_CAPACITY
+
+ExpertReader = Callable[[str, int, int | None], torch.Tensor]
+"""``(role, layer_idx, logical expert or None)`` to the checkpoint's tensor, on any device."""
+
+KVCaches = SequenceOf[tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowTiles:
+    """Tiles of one schedule of ``attend_rows``: ``[num_tiles, 4]`` int32 on the device."""
+
+    schedule: RowSchedule
+    tiles: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedInput:
+    """A step of any rows, on the device.
+
+    Attributes:
+        token_ids, positions: ``[T]`` int32.
+        slot_mapping: ``[T]`` int64.
+        num_tokens: ``[1]`` int32, T.
+        block_table: ``[num_seqs, max_blocks]`` int32.
+        tiles: Every token is in one tile of one of them.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    num_tokens: torch.Tensor
+    block_table: torch.Tensor
+    tiles: SequenceOf[RowTiles]
+
+
+class CudaDecoder:
+    """A model on one GPU.
+
+    Args:
+        config: Model; every layer a mixture of experts, no attention bias.
+        read: Gives tensors; read in the order of the layers.
+        dtype: Model dtype.
+        max_model_len: Longest context, in tokens.
+        max_rows: Most tokens of a step.
+        device: Where everything lives.
+
+    Raises:
+        ValueError: the model has something that this path does not implement.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        read: ExpertReader,
+        dtype: torch.dtype,
+        max_model_len: int,
+        max_rows: int,
+        device: torch.device,
+    ) -> None:
+        if len(config.moe_layer_ids) != config.num_layers:
+            raise ValueError("layers without experts are not implemented on the GPU yet; use device cpu")
+        if config.attention_bias:
+            raise ValueError("attention_bias is not implemented on the GPU yet; use device cpu")
+        self.config = config
+        self.dtype = dtype
+        self.device = device
+        rotary = RotaryTable(config.rope, config.head_dim, max_model_len)
+        self.cos, self.sin = rotary.cos.to(device), rotary.sin.to(device)
+
+        def load(role: str, layer_idx: int = -1) -> torch.Tensor:
+            return read(role, layer_idx, None).to(device=device, dtype=dtype).contiguous()
+
+        self.embedding = load("embed")
+        self.lm_head = self.embedding if config.tie_word_embeddings else load("lm_head")
+        self.layers = [
+            _Layer(config, layer_idx, load, read, device) for layer_idx in range(config.num_layers)
+        ]
+        norms = [layer.input_norm for layer in self.layers[1:]]
+        self.next_norms = [*norms, load("final_norm").float()]
+        self.buffers = _Buffers(config, max(max_rows, MAX_DECODE_ROWS), dtype, device)
+        self.workspace = decode_workspace(
+            MAX_DECODE_ROWS, config.num_attention_heads, config.head_dim, max_model_len, device
+        )
+
+    def decode(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        block_table: torch.Tensor,
+        num_tokens: torch.Tensor,
+        kv_caches: KVCaches,
+        attention: DecodeSchedule,
+        logits: torch.Tensor,
+    ) -> None:
+        """One row per sequence, to logits; can be captured in a graph.
+
+        Args:
+            token_ids: ``[M]`` int32, -1 in inert rows.
+            positions: ``[M]`` int32, -1 in inert rows.
+            block_table: ``[M, max_blocks]`` int32.
+            num_tokens: ``[1]`` int32 on the device; rows from there on are inert.
+            kv_caches: Per layer.
+            attention: Schedule of attention.
+            logits: ``[M, vocab]`` float32, written; inert rows hold anything.
+        """
+        config, eps, m = self.config, self.config.rms_norm_eps, token_ids.shape[0]
+        b = self.buffers.rows(m)
+        pdl = self.device.type == "cuda"
+        embed_norm(token_ids, self.embedding, self.layers[0].input_norm, eps, b.residual, b.normed)
+        for layer, next_norm, (k_cache, v_cache) in zip(self.layers, self.next_norms, kv_caches, strict=True):
+            dense_gemm(b.normed, layer.qkv, b.qkv, pdl=pdl)
+            attend_decode(
+                b.qkv, k_cache, v_cache, positions, block_table, layer.q_norm, layer.k_norm, eps,
+                self.cos, self.sin, b.attention,
+                window=layer.window, workspace=self.workspace, schedule=attention, pdl=pdl,
+            )  # fmt: skip
+            dense_gemm_parts(b.attention, layer.o_proj, b.parts, pdl=pdl)
+            merge_residual_norm(
+                b.parts, b.residual, layer.post_attention_norm, eps, b.residual, b.normed, pdl=pdl
+            )
+            router_logits(b.normed, layer.router, b.router_logits, pdl=pdl)
+            slot_table = self.buffers.slot_table(m)
+            topk(
+                b.router_logits, num_tokens, config.num_experts_per_tok, config.norm_topk_prob,
+                b.topk_ids, b.topk_weights, slot_table, pdl=pdl,
+            )  # fmt: skip
+            gate_up(b.normed, layer.w13, slot_table, b.topk_ids, b.mid, pdl=pdl)
+            down(b.mid, layer.w2, slot_table, b.topk_ids, b.topk_weights, b.expert_rows, pdl=pdl)
+            combine_residual_norm(b.expert_rows, b.residual, next_norm, eps, b.residual, b.normed, pdl=pdl)
+        dense_gemm(b.normed, self.lm_head, logits, pdl=pdl)
+
+    def mixed(self, step: MixedInput, kv_caches: KVCaches) -> torch.Tensor:
+        """Any rows, to hidden states ``[T, hidden]`` after the final norm (a view of a buffer)."""
+        config, eps, num_tokens = self.config, self.config.rms_norm_eps, step.token_ids.shape[0]
+        b = self.buffers.rows(num_tokens)
+        pdl = self.device.type == "cuda"
+        few = num_tokens <= MAX_CAPACITY
+        embed_norm(step.token_ids, self.embedding, self.layers[0].input_norm, eps, b.residual, b.normed)
+        q = b.q.view(num_tokens, config.num_attention_heads, config.head_dim)
+        for layer, next_norm, (k_cache, v_cache) in zip(self.layers, self.next_norms, kv_caches, strict=True):
+            dense_gemm(b.normed, layer.qkv, b.qkv, pdl=pdl)
+            rope_and_write(
+                b.qkv, step.positions, step.slot_mapping, layer.q_norm, layer.k_norm, eps, self.cos, self.sin,
+                k_cache, v_cache, q, schedule=self._rope_schedule, pdl=pdl,
+            )  # fmt: skip
+            for part in step.tiles:
+                attend_rows(
+                    q, k_cache, v_cache, part.tiles, step.block_table, b.attention,
+                    window=layer.window, schedule=part.schedule, pdl=pdl,
+                )  # fmt: skip
+            dense_gemm(b.attention, layer.o_proj, b.branch, parts=PARTS["row"], pdl=pdl)
+            merge_residual_norm(
+                b.branch[:, None], b.residual, layer.post_attention_norm, eps, b.residual, b.normed, pdl=pdl
+            )
+            router_logits(b.normed, layer.router, b.router_logits, pdl=pdl)
+            slot_table = self.buffers.slot_table(num_tokens) if few else None
+            topk(
+                b.router_logits, step.num_tokens, config.num_experts_per_tok, config.norm_topk_prob,
+                b.topk_ids, b.topk_weights, slot_table, pdl=pdl,
+            )  # fmt: skip
+            if slot_table is not None:
+                gate_up(b.normed, layer.w13, slot_table, b.topk_ids, b.mid, pdl=pdl)
+                down(b.mid, layer.w2, slot_table, b.topk_ids, b.topk_weights, b.expert_rows, pdl=pdl)
+            else:
+                order = expert_order(b.topk_ids, config.num_experts, pdl=pdl)
+                gate_up_grouped(
+                    b.normed, layer.w13, order, b.mid, num_topk=config.num_experts_per_tok, pdl=pdl
+                )
+                down_grouped(b.mid, layer.w2, order, b.topk_weights, b.expert_rows, pdl=pdl)
+            combine_residual_norm(b.expert_rows, b.residual, next_norm, eps, b.residual, b.normed, pdl=pdl)
+        return b.normed
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[rows, vocab]`` float32 from ``[rows, hidden]``."""
+        out = torch.empty(hidden.shape[0], self.config.vocab_size, dtype=torch.float32, device=self.device)
+        dense_gemm(hidden.contiguous(), self.lm_head, out)
+        return out
+
+    @property
+    def _rope_schedule(self) -> RopeSchedule:
+        few = self.dtype == torch.float32
+        return RopeSchedule(num_tokens=1, num_warps=1) if few else RopeSchedule(num_tokens=4, num_warps=4)
+
+
+class _Layer:
+    """One layer's weights on the device."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer_idx: int,
+        load: Callable[[str, int], torch.Tensor],
+        read: ExpertReader,
+        device: torch.device,
+    ) -> None:
+        self.window = config.sliding_windows[layer_idx]
+        self.input_norm = load("input_norm", layer_idx).float()
+        self.post_attention_norm = load("post_attention_norm", layer_idx).float()
+        self.qkv = torch.cat([load(role, layer_idx) for role in ("q_proj", "k_proj", "v_proj")])
+        self.o_proj = load("o_proj", layer_idx)
+        self.q_norm = load("q_norm", layer_idx).float() if config.qk_norm else None
+        self.k_norm = load("k_norm", layer_idx).float() if config.qk_norm else None
+        self.router = load("router", layer_idx)
+        hidden, width, num_experts = config.hidden_size, config.moe_intermediate_size, config.num_experts
+        self.w13 = torch.empty(num_experts, 2 * width, hidden, dtype=self.qkv.dtype, device=device)
+        self.w2 = torch.empty(num_experts, hidden, width, dtype=self.qkv.dtype, device=device)
+        for expert in range(num_experts):
+            self.w13[expert, :width].copy_(read("gate_proj", layer_idx, expert))
+            self.w13[expert, width:].copy_(read("up_proj", layer_idx, expert))
+            self.w2[expert].copy_(read("down_proj", layer_idx, expert))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """Views of the buffers for M rows; see ``_Buffers``."""
+
+    residual: torch.Tensor
+    normed: torch.Tensor
+    qkv: torch.Tensor
+    q: torch.Tensor
+    attention: torch.Tensor
+    branch: torch.Tensor
+    parts: torch.Tensor
+    router_logits: torch.Tensor
+    topk_ids: torch.Tensor
+    topk_weights: torch.Tensor
+    mid: torch.Tensor
+    expert_rows: torch.Tensor
+
+
+class _Buffers:
+    """Activations of a step, at fixed addresses, shared by all layers."""
+
+    def __init__(self, config: ModelConfig, max_rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.num_topk = config.num_experts_per_tok
+        self.num_experts = config.num_experts
+        heads, kv_heads = config.num_attention_heads, config.num_kv_heads
+        hidden, query = config.hidden_size, heads * config.head_dim
+
+        def make(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
+            return torch.zeros(*shape, dtype=kind, device=device)
+
+        pairs = max_rows * self.num_topk
+        self.residual, self.normed, self.branch = (make(max_rows, hidden) for _ in range(3))
+        self.qkv = make(max_rows, query + 2 * kv_heads * config.head_dim)
+        self.q, self.attention = make(max_rows, query), make(max_rows, query)
+        self.parts = make(MAX_DECODE_ROWS, PARTS["row"], hidden, kind=torch.float32)
+        self.router_logits = make(max_rows, config.num_experts, kind=torch.float32)
+        self.topk_ids = make(max_rows, self.num_topk, kind=torch.int32)
+        self.topk_weights = make(max_rows, self.num_topk, kind=torch.float32)
+        self.mid = make(pairs, config.moe_intermediate_size)
+        self.expert_rows = make(max_rows, self.num_topk, hidden)
+        self._slot_tables = make(config.num_experts * MAX_CAPACITY, kind=torch.int32)
+
+    def rows(self, m: int) -> _Rows:
+        """Views for M rows."""
+        return _Rows(
+            residual=self.residual[:m],
+            normed=self.normed[:m],
+            qkv=self.qkv[:m],
+            q=self.q[:m],
+            attention=self.attention[:m],
+            branch=self.branch[:m],
+            parts=self.parts[:m],
+            router_logits=self.router_logits[:m],
+            topk_ids=self.topk_ids[:m],
+            topk_weights=self.topk_weights[:m],
+            mid=self.mid[: m * self.num_topk],
+            expert_rows=self.expert_rows[:m],
+        )
+
+    def slot_table(self, m: int) -> torch.Tensor:
+        """``[num_experts, capacity]`` for M rows, the capacity a power of two of at least 16."""
+        capacity = max(16, 1 << (m - 1).bit_length())
+        return self._slot_tables[: self.num_experts * capacity].view(self.num_experts, capacity)
