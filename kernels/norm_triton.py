@@ -1,0 +1,360 @@
+"""RMSNorm on a GPU, alone and behind what feeds it: embedding, merged GEMM parts, combined expert rows.
+
+Symbols: M rows, H hidden, P parts of a row-parallel GEMM, K slots per token, V vocabulary.
+
+Numerics: fp32. Branch y = round(parts added by the tree) or round(slots 0..K-1 added in ascending order); residual
+r = round(r + y); normed = round(r * rsqrt(mean(r^2) + eps) * weight), the product from left to right. The sum of
+squares is exact integer addition: squares scaled by the row's largest power of two are added as int64 multiples of
+2^-44, so it has no order. Hence every kernel here, and any other that calls ``row_sum_of_squares``, gives the same bits
+whatever its warps, tile and layout. NaN or infinity in a row makes its sum NaN or infinity and touches no other row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from moe_runtime.kernels.trees import tree_sum
+from moe_runtime.kernels.triton_launch import launch_options, wait_for_previous
+
+__all__ = [
+    "add_residual_norm_reference",
+    "combine_residual_norm",
+    "combine_residual_norm_reference",
+    "embed_norm",
+    "embed_norm_reference",
+    "merge_residual_norm",
+    "merge_residual_norm_reference",
+    "norm_warps",
+    "rms_norm",
+    "rms_norm_reference",
+    "row_sum_of_squares",
+]
+
+MAX_HIDDEN = 16384
+"""The int64 sum of squares has room for this many; see ``row_sum_of_squares``."""
+
+MERGED_PARTS = (1, 2, 3, 4)
+
+
+def norm_warps(hidden: int) -> int:
+    """Warps per row: about eight values a thread, 1 to 8 warps."""
+    return min(8, max(1, triton.next_power_of_2(hidden) // 256))
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, *, pdl: bool = False
+) -> None:
+    """``out = x / sqrt(mean(x^2) + eps) * weight``.
+
+    Args:
+        x: ``[M, H]`` model dtype, contiguous; M may be zero.
+        weight: ``[H]`` float32.
+        eps: Added to the mean of squares.
+        out: ``[M, H]`` in x's dtype; may be x.
+        pdl: Dependent launch.
+
+    A row's bits do not depend on the other rows. No host sync.
+    """
+    assert out.shape == x.shape, f"out {list(out.shape)}, x {list(x.shape)}"
+    assert out.dtype == x.dtype, f"out is {out.dtype}, x {x.dtype}"
+    _check(x.shape[1], x, weight, out)
+    _launch(_rms_norm_kernel, x.shape[0], x.shape[1], pdl, x, weight, out, eps)
+
+
+def embed_norm(
+    token_ids: torch.Tensor,
+    table: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual_out: torch.Tensor,
+    normed_out: torch.Tensor,
+    *,
+    pdl: bool = False,
+) -> None:
+    """Embedding rows and their RMSNorm.
+
+    Args:
+        token_ids: ``[M]`` int64 or int32; an id outside 0..V-1 (inert padding) reads a row of zeros.
+        table: ``[V, H]`` model dtype, contiguous.
+        weight: ``[H]`` float32.
+        eps: Added to the mean of squares.
+        residual_out, normed_out: ``[M, H]`` in the table's dtype, contiguous.
+        pdl: Dependent launch.
+
+    A row's bits do not depend on the other rows. No host sync.
+    """
+    (num_rows,), (vocab_size, hidden) = token_ids.shape, table.shape
+    assert residual_out.shape == normed_out.shape == (num_rows, hidden), (
+        f"residual_out {list(residual_out.shape)}, normed_out {list(normed_out.shape)}"
+    )
+    _check(hidden, table, weight, residual_out, normed_out)
+    _launch(
+        _embed_norm_kernel, num_rows, hidden, pdl,
+        token_ids, table, weight, residual_out, normed_out, eps, V=vocab_size,
+    )  # fmt: skip
+
+
+def merge_residual_norm(
+    parts: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual_out: torch.Tensor,
+    normed_out: torch.Tensor | None,
+    *,
+    pdl: bool = False,
+) -> None:
+    """Parts of a row-parallel GEMM, the residual add and RMSNorm.
+
+    Args:
+        parts: ``[M, P, H]`` float32, or the already rounded branch ``[M, 1, H]`` in the model dtype; contiguous.
+        residual: ``[M, H]`` model dtype, contiguous.
+        weight: ``[H]`` float32.
+        eps: Added to the mean of squares.
+        residual_out: ``[M, H]`` in the residual's dtype; may be the residual.
+        normed_out: ``[M, H]`` in the residual's dtype, or None: no norm.
+        pdl: Dependent launch.
+
+    A row's bits do not depend on the other rows; inert rows may hold anything. No host sync.
+    """
+    num_parts = parts.shape[1]
+    if num_parts not in MERGED_PARTS:
+        raise ValueError(f"parts ({num_parts}) must be one of {MERGED_PARTS}")
+    assert parts.dtype == torch.float32 or num_parts == 1, (
+        f"{num_parts} parts in {parts.dtype} must be float32"
+    )
+    _launch_residual(_merge_kernel, parts, residual, weight, eps, residual_out, normed_out, pdl, P=num_parts)
+
+
+def combine_residual_norm(
+    rows: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual_out: torch.Tensor,
+    normed_out: torch.Tensor | None,
+    *,
+    pdl: bool = False,
+) -> None:
+    """A token's expert rows at its home rank, the residual add and RMSNorm.
+
+    Args:
+        rows: ``[M, K, H]`` weighted expert rows in slot order, model dtype, contiguous.
+        residual, weight, eps, residual_out, normed_out, pdl: As for ``merge_residual_norm``.
+
+    A row's bits do not depend on the other rows; inert rows may hold anything. No host sync.
+    """
+    assert rows.dtype == residual.dtype, f"rows are {rows.dtype}, the residual {residual.dtype}"
+    _launch_residual(
+        _combine_kernel, rows, residual, weight, eps, residual_out, normed_out, pdl, SLOTS=rows.shape[1]
+    )
+
+
+def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """``[M, H]`` in x's dtype."""
+    rows = x.float()
+    return (rows * torch.rsqrt((rows * rows).mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
+
+
+def embed_norm_reference(
+    token_ids: torch.Tensor, table: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(residual_out, normed_out)``; all ids within the table."""
+    rows = table[token_ids.long()]
+    return rows, rms_norm_reference(rows, weight, eps)
+
+
+def add_residual_norm_reference(
+    branch: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(residual_out, normed_out)`` from an fp32 branch ``[M, H]`` that is not yet rounded."""
+    rows = (residual.float() + branch.to(residual.dtype).float()).to(residual.dtype)
+    return rows, rms_norm_reference(rows, weight, eps)
+
+
+def merge_residual_norm_reference(
+    parts: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(residual_out, normed_out)``; the residual has the kernel's bits."""
+    return add_residual_norm_reference(tree_sum(parts.float().unbind(1)), residual, weight, eps)
+
+
+def combine_residual_norm_reference(
+    rows: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(residual_out, normed_out)``; the residual has the kernel's bits."""
+    branch = rows[:, 0].float()
+    for slot in range(1, rows.shape[1]):
+        branch = branch + rows[:, slot].float()
+    return add_residual_norm_reference(branch, residual, weight, eps)
+
+
+def _check(hidden: int, source: torch.Tensor, weight: torch.Tensor, *outputs: torch.Tensor | None) -> None:
+    if hidden > MAX_HIDDEN:
+        raise ValueError(f"hidden ({hidden}) must be at most {MAX_HIDDEN}")
+    assert weight.shape == (hidden,), f"weight {list(weight.shape)}, hidden {hidden}"
+    assert weight.dtype == torch.float32, f"weight is {weight.dtype}"
+    assert all(t.is_contiguous() for t in (source, weight, *outputs) if t is not None), (
+        "tensors must be contiguous"
+    )
+
+
+def _launch_residual(
+    kernel: Any,
+    branch: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual_out: torch.Tensor,
+    normed_out: torch.Tensor | None,
+    pdl: bool,
+    **constants: Any,
+) -> None:
+    num_rows, _, hidden = branch.shape
+    assert residual.shape == residual_out.shape == (num_rows, hidden), (
+        f"branch {list(branch.shape)}, residual {list(residual.shape)}, residual_out {list(residual_out.shape)}"
+    )
+    assert normed_out is None or normed_out.shape == residual.shape, (
+        "normed_out must have the residual's shape"
+    )
+    _check(hidden, branch, weight, residual, residual_out, normed_out)
+    _launch(
+        kernel, num_rows, hidden, pdl, branch, residual, weight, residual_out,
+        residual_out if normed_out is None else normed_out, eps, NORM=normed_out is not None, **constants,
+    )  # fmt: skip
+
+
+def _launch(kernel: Any, num_rows: int, hidden: int, pdl: bool, *args: Any, **constants: Any) -> None:
+    if num_rows == 0:
+        return
+    options = launch_options(num_warps=norm_warps(hidden), num_stages=1, pdl=pdl)
+    kernel[(num_rows,)](
+        *args, **constants, H=hidden, BLOCK=max(32, triton.next_power_of_2(hidden)), PDL=pdl, **options
+    )
+
+
+def _norm_cost(grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
+    """Launch metadata for Triton's profiler."""
+    rows, hidden = grid[0], args["H"]
+    terms = args.get("SLOTS", args.get("P", 1))
+    source = args.get("branch", args.get("table", args.get("x")))
+    out = args.get("normed_out", args.get("out"))
+    num_tensors = {"x": 1, "table": 2}.get(next(n for n in ("x", "table", "branch") if n in args), 3)
+    moved = terms * source.element_size() + num_tensors * out.element_size()
+    return {"name": kernel.name, "flops32": rows * hidden * (terms + 5), "bytes": rows * hidden * moved}
+
+
+@triton.jit
+def row_sum_of_squares(values):  # type: ignore[no-untyped-def]
+    """Sum of squares of one row, fp32; a pure function of the set of values.
+
+    Args:
+        values: ``[BLOCK]`` float32, at most 2^14, zeros past the end of the row.
+
+    With 2^e the power of two of the largest magnitude, each (value * 2^(1-e))^2 < 16 becomes an int64 multiple of
+    2^-44; 2^14 of them stay below 2^62. What falls below 2^-44 is at most 2^-32 of the sum.
+    """
+    magnitudes = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    largest = tl.max(magnitudes, 0)
+    exponent = tl.minimum(tl.maximum(largest >> 23, 1), 254)
+    scale = ((255 - exponent) << 23).to(tl.float32, bitcast=True)
+    unscale = ((exponent - 1) << 23).to(tl.float32, bitcast=True)
+    scaled = tl.where(magnitudes < 0x7F800000, values * scale, 0.0)
+    total = tl.sum((scaled * scaled * 17592186044416.0).to(tl.int64), 0)  # 2^44
+    finite = total.to(tl.float32) * 5.684341886080802e-14 * unscale * unscale
+    return tl.where(largest < 0x7F800000, finite, largest.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def normed_row(values, weight, eps, H: tl.constexpr):  # type: ignore[no-untyped-def]
+    """``values * rsqrt(mean(values^2) + eps) * weight``, fp32, not rounded."""
+    mean = row_sum_of_squares(values) * (1.0 / H)
+    return values * tl.rsqrt(mean + eps) * weight
+
+
+@triton.jit(launch_metadata=_norm_cost)
+def _rms_norm_kernel(  # type: ignore[no-untyped-def]
+    x, weight, out, eps, H: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    column = tl.arange(0, BLOCK)
+    mask = column < H
+    gain = tl.load(weight + column, mask=mask, other=0.0)
+    wait_for_previous(PDL)
+    start = tl.program_id(0).to(tl.int64) * H
+    values = tl.load(x + start + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + start + column, normed_row(values, gain, eps, H).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(launch_metadata=_norm_cost)
+def _embed_norm_kernel(  # type: ignore[no-untyped-def]
+    token_ids, table, weight, residual_out, normed_out, eps,
+    V: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, BLOCK)
+    mask = column < H
+    gain = tl.load(weight + column, mask=mask, other=0.0)
+    wait_for_previous(PDL)
+    token_id = tl.load(token_ids + tl.program_id(0)).to(tl.int64)
+    known = (token_id >= 0) & (token_id < V)
+    row = tl.load(table + token_id * H + column, mask=mask & known, other=0.0)
+    start = tl.program_id(0).to(tl.int64) * H
+    tl.store(residual_out + start + column, row, mask=mask)
+    normed = normed_row(row.to(tl.float32), gain, eps, H)
+    tl.store(normed_out + start + column, normed.to(normed_out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _finish(  # type: ignore[no-untyped-def]
+    total, residual, residual_out, normed_out, gain, eps, start, column, mask,
+    NORM: tl.constexpr, H: tl.constexpr,
+):  # fmt: skip
+    """Round the branch, add the residual, round, store; the norm if wanted."""
+    dtype: tl.constexpr = residual_out.dtype.element_ty
+    before = tl.load(residual + start + column, mask=mask, other=0.0).to(tl.float32)
+    row = (before + total.to(dtype).to(tl.float32)).to(dtype)
+    tl.store(residual_out + start + column, row, mask=mask)
+    if NORM:
+        normed = normed_row(row.to(tl.float32), gain, eps, H)
+        tl.store(normed_out + start + column, normed.to(dtype), mask=mask)
+
+
+@triton.jit(launch_metadata=_norm_cost)
+def _merge_kernel(  # type: ignore[no-untyped-def]
+    branch, residual, weight, residual_out, normed_out, eps,
+    P: tl.constexpr, NORM: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, BLOCK)
+    mask = column < H
+    gain = tl.load(weight + column, mask=mask, other=0.0)
+    wait_for_previous(PDL)
+    row_id = tl.program_id(0).to(tl.int64)
+    part = branch + row_id * (P * H) + column
+    total = tl.load(part, mask=mask, other=0.0).to(tl.float32)
+    if P > 1:
+        total += tl.load(part + H, mask=mask, other=0.0)
+    if P == 3:
+        total += tl.load(part + 2 * H, mask=mask, other=0.0)
+    if P == 4:
+        total += tl.load(part + 2 * H, mask=mask, other=0.0) + tl.load(part + 3 * H, mask=mask, other=0.0)
+    _finish(total, residual, residual_out, normed_out, gain, eps, row_id * H, column, mask, NORM, H)
+
+
+@triton.jit(launch_metadata=_norm_cost)
+def _combine_kernel(  # type: ignore[no-untyped-def]
+    branch, residual, weight, residual_out, normed_out, eps,
+    SLOTS: tl.constexpr, NORM: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, BLOCK)
+    mask = column < H
+    gain = tl.load(weight + column, mask=mask, other=0.0)
+    wait_for_previous(PDL)
+    row_id = tl.program_id(0).to(tl.int64)
+    slot_rows = branch + row_id * (SLOTS * H) + column
+    total = tl.load(slot_rows, mask=mask, other=0.0).to(tl.float32)
+    for slot in tl.static_range(1, SLOTS):
+        total += tl.load(slot_rows + slot * H, mask=mask, other=0.0).to(tl.float32)
+    _finish(total, residual, residual_out, normed_out, gain, eps, row_id * H, column, mask, NORM, H)
