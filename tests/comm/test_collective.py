@@ -127,6 +127,7 @@ def test_accumulators_are_those_of_one_process(ranks, world_size):
         Case(some, "cancelling", num_experts=2, num_topk=2),  # some ranks have no expert
         Case(even, num_experts=1, num_topk=1),
         Case(some, "heavy_tailed", num_experts=17, num_topk=8),
+        Case(some, num_experts=60, num_topk=8),
     ]
     check(ranks, world_size, cases)
 

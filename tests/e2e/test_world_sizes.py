@@ -14,6 +14,7 @@ from moe_runtime.engine import model_loader
 from moe_runtime.engine.llm import LLM, RequestOutput
 from moe_runtime.engine.request import SamplingParams
 from moe_runtime.eplb.placement import contiguous_placement
+from moe_runtime.errors import InvalidRequestError
 from moe_runtime.kernels.schedules import Control, control
 from tests.checkpoints import WEIGHT_KINDS, tiny_config, write_checkpoint
 from tests.ranks import RankContext
@@ -81,13 +82,15 @@ def last_rank(llm: LLM) -> Result:
     return [bits(o) for o in llm.generate(prompts(), params(), ranks=ranks)]
 
 
-def chunks(llm: LLM, size: int) -> Result:
-    before = llm.config.max_num_batched_tokens
-    llm.reconfigure(max_num_batched_tokens=size)
+def limited(llm: LLM, num_seqs: int, num_tokens: int) -> Result:
+    before = llm.config
+    llm.reconfigure(max_num_seqs=num_seqs, max_num_batched_tokens=num_tokens)
     try:
         return batch(llm)
     finally:
-        llm.reconfigure(max_num_batched_tokens=before)
+        llm.reconfigure(
+            max_num_seqs=before.max_num_seqs, max_num_batched_tokens=before.max_num_batched_tokens
+        )
 
 
 def preempted(llm: LLM) -> Result:
@@ -111,8 +114,9 @@ SCENARIOS = {
     "arrivals": arrivals,
     "other rank": other_rank,
     "last rank": last_rank,
-    "chunks of 16": partial(chunks, size=16),
-    "chunks of 63": partial(chunks, size=63),
+    "chunks of 16": partial(limited, num_seqs=MAX_NUM_SEQS, num_tokens=16),
+    "chunks of 63": partial(limited, num_seqs=MAX_NUM_SEQS, num_tokens=63),
+    "two at once": partial(limited, num_seqs=2, num_tokens=200),
     "preempted": preempted,
 }
 
@@ -195,11 +199,14 @@ def test_every_world_size_gives_the_same_bits_for_every_model(ranks, models, wor
             models.check(job, result, f"world {world_size}, rank {rank}")
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_eight_ranks_give_the_same_bits_in_every_schedule(ranks, models, model):
-    jobs = [Job(models.folder(model, "cancelling"), "bfloat16", tuple(SCENARIOS))]
+def test_eight_ranks_give_the_same_bits_in_every_schedule(ranks, models):
+    jobs = [
+        Job(models.folder("qwen3_moe", "cancelling"), "bfloat16", tuple(SCENARIOS)),
+        Job(models.folder("mixtral", "cancelling"), "float32", ("shuffled", "arrivals", "preempted")),
+    ]
     for rank, results in enumerate(ranks(8, run_jobs, jobs)):
-        models.check(jobs[0], results[0], f"world 8, rank {rank}")
+        for job, result in zip(jobs, results, strict=True):
+            models.check(job, result, f"world 8, rank {rank}")
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])
@@ -218,6 +225,54 @@ def test_any_number_and_order_of_experts_gives_the_same_bits(ranks, models, worl
     for rank, results in enumerate(ranks(world_size, run_jobs, jobs)):
         for job, result in zip(jobs, results, strict=True):
             models.check(job, result, f"world {world_size}, rank {rank}")
+
+
+def test_a_request_has_the_same_bits_at_every_place_in_batches_of_every_size(models):
+    llm = LLM(models.folder("qwen3_moe", "cancelling"), max_num_seqs=40)
+    target, own = prompts()[4], params()[4]
+    expected = bits(llm.generate([target], own)[0])
+    generator = random.Random(4)
+    for size in (2, 7, 16, 33):
+        company = [
+            [generator.randrange(128) for _ in range(generator.randrange(1, 30))] for _ in range(size - 1)
+        ]
+        for place in (0, size // 2, size - 1):
+            batch = [*company[:place], target, *company[place:]]
+            assert bits(llm.generate(batch, own)[place]) == expected, f"place {place} of {size}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_long_prompt_has_the_same_bits_under_every_token_budget(models, model, dtype):
+    llm = LLM(models.folder(model, "heavy_tailed"), dtype=dtype, max_num_seqs=2)
+    generator = random.Random(5)
+    long, rival = ([generator.randrange(128) for _ in range(length)] for length in (400, 333))
+    q = SamplingParams(temperature=0, max_tokens=4, logprobs=2, prompt_logprobs=0, seed=0)
+    expected = bits(llm.generate([long], q)[0])
+    for budget in (64, 100, 128, 257, 4096):
+        llm.reconfigure(max_num_batched_tokens=budget)
+        assert bits(llm.generate([long], q)[0]) == expected, f"alone, budget {budget}"
+        assert bits(llm.generate([rival, long], q)[1]) == expected, f"with a rival, budget {budget}"
+
+
+def without_a_seed(context: RankContext, folder: str) -> list[Result]:
+    """A refused call, then requests that bring no seed, then the same with the seeds they report."""
+    group = RankGroup(rank=context.rank, size=context.world_size, process_group=context.process_group)
+    llm = LLM(folder, group=group, max_num_seqs=4)
+    wild = SamplingParams(temperature=1.5, max_tokens=6, logprobs=1)
+    with pytest.raises(InvalidRequestError):
+        llm.generate([[1, 2], [128]], wild)
+    outputs = llm.generate([[1, 2]] * 5, wild)
+    again = llm.generate([[1, 2]] * 5, [replace(wild, seed=o.outputs[0].seed) for o in outputs])
+    return [[bits(o) for o in outputs], [bits(o) for o in again]]
+
+
+def test_every_rank_reports_the_same_seeds_and_they_repeat_the_results(ranks, models):
+    results = ranks(3, without_a_seed, models.folder("mixtral", "normal"))
+    assert all(result == results[0] for result in results)
+    first, again = results[0]
+    assert first == again
+    assert len({row[2][0][0] for row in first}) == 5
 
 
 def single_request(context: RankContext, folder: str) -> list[Result]:
