@@ -10,7 +10,7 @@ the same bits, and so do the kernels of grouped_experts_triton.py. fp32 inputs u
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -155,7 +155,7 @@ def gate_up(
     num_rows, hidden = h.shape
     num_experts, width = w13.shape[0], w13.shape[1] // 2
     num_topk = ids.shape[1]
-    schedule = _checked(schedule or _default("gate_up", h), h, slot_table)
+    schedule = _checked(schedule or _default("gate_up", num_rows, w13), h, slot_table)
     if schedule.mode == "per_slot" and schedule.early_depth:
         raise ValueError(
             "gate_up cannot load weights early in per_slot mode: the ids come from the kernel before"
@@ -163,7 +163,17 @@ def gate_up(
     if num_rows == 0:
         return
     _gate_up[_grid(schedule, width, num_experts, num_rows * num_topk)](
-        *(h, _weights(w13, schedule), slot_table, ids, mid, expert_offset, hidden, width),
+        *(
+            h,
+            _weights(w13, schedule),
+            slot_table,
+            ids,
+            mid,
+            expert_offset,
+            slot_table.shape[1],
+            hidden,
+            width,
+        ),
         **_options(schedule, num_experts, num_topk, slot_table.shape[1], pdl),
     )
 
@@ -195,11 +205,12 @@ def down(
     """
     num_rows, num_topk, hidden = rows.shape
     num_experts, width = w2.shape[0], w2.shape[2]
-    schedule = _checked(schedule or _default("down", rows), mid, slot_table)
+    schedule = _checked(schedule or _default("down", num_rows, w2), mid, slot_table)
     if num_rows == 0:
         return
     _down[_grid(schedule, hidden, num_experts, num_rows * num_topk)](
-        *(mid, _weights(w2, schedule), slot_table, ids, weights, rows, expert_offset, hidden, width),
+        *(mid, _weights(w2, schedule), slot_table, ids, weights, rows),
+        *(expert_offset, slot_table.shape[1], hidden, width),
         **_options(schedule, num_experts, num_topk, slot_table.shape[1], pdl),
     )
 
@@ -227,11 +238,13 @@ def down_reference(
     return rows.reshape(*ids.shape, -1)
 
 
-def _default(kernel: str, tensor: torch.Tensor) -> ExpertSchedule:
-    if tensor.dtype == torch.float32:
+def _default(kernel: str, num_rows: int, weight: torch.Tensor) -> ExpertSchedule:
+    if weight.dtype == torch.float32:
         return CANONICAL_EXPERT
-    schedules = default_expert_schedules(tensor.shape[0])
-    return schedules.gate_up if kernel == "gate_up" else schedules.down
+    schedules = default_expert_schedules(num_rows)
+    schedule = schedules.gate_up if kernel == "gate_up" else schedules.down
+    # TMA needs rows of a multiple of 16 bytes.
+    return replace(schedule, tma=schedule.tma and weight.shape[2] % 8 == 0)
 
 
 def _checked(schedule: ExpertSchedule, x: torch.Tensor, slot_table: torch.Tensor) -> ExpertSchedule:
@@ -261,7 +274,6 @@ def _options(
     return {
         "E": num_experts,
         "K": num_topk,
-        "CAPACITY": capacity,
         "CAP": max(16, triton.next_power_of_2(capacity)),
         "PER_SLOT": schedule.mode == "per_slot",
         "BM": schedule.token_tile,
@@ -331,7 +343,7 @@ def load_rows(x, row, live, k, D: tl.constexpr, BK: tl.constexpr, EVEN: tl.const
 
 @triton.jit
 def _routing(  # type: ignore[no-untyped-def]
-    slot_table, ids, which, offset, E: tl.constexpr, CAPACITY: tl.constexpr, CAP: tl.constexpr, PER_SLOT: tl.constexpr
+    slot_table, ids, which, offset, capacity, E: tl.constexpr, CAP: tl.constexpr, PER_SLOT: tl.constexpr
 ):  # fmt: skip
     """A program's local expert, its number of rows, each token's slot (-1: not chosen) and rank among the chosen."""
     if PER_SLOT:
@@ -339,7 +351,7 @@ def _routing(  # type: ignore[no-untyped-def]
         return expert, ((expert >= 0) & (expert < E)).to(tl.int32), 0, 0
     else:
         t = tl.arange(0, CAP)
-        slot = tl.load(slot_table + (which + offset) * CAPACITY + t, mask=t < CAPACITY, other=-1)
+        slot = tl.load(slot_table + (which + offset) * capacity + t, mask=t < capacity, other=-1)
         chosen = (slot >= 0).to(tl.int32)
         return which, tl.sum(chosen, 0), slot, tl.cumsum(chosen, 0) - chosen
 
@@ -353,10 +365,10 @@ def _pairs(slot, rank, first, K: tl.constexpr, CAP: tl.constexpr, BM: tl.constex
     return tl.sum(tl.where(hit, (t * K + slot)[None, :], 0), 1)
 
 
-@triton.jit(do_not_specialize=["offset"])
+@triton.jit(do_not_specialize=["offset", "capacity"])
 def _gate_up(  # type: ignore[no-untyped-def]
-    h, w, slot_table, ids, mid, offset, H: tl.constexpr, W: tl.constexpr, E: tl.constexpr, K: tl.constexpr,
-    CAPACITY: tl.constexpr, CAP: tl.constexpr, PER_SLOT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    h, w, slot_table, ids, mid, offset, capacity, H: tl.constexpr, W: tl.constexpr, E: tl.constexpr, K: tl.constexpr,
+    CAP: tl.constexpr, PER_SLOT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (column tile, expert or pair)."""
@@ -368,7 +380,7 @@ def _gate_up(  # type: ignore[no-untyped-def]
         early_gate = load_weights(w, row, n, 0, W, H, BN, EARLY, TMA, fits)
         early_up = load_weights(w, row + W, n, 0, W, H, BN, EARLY, TMA, fits)
     wait_for_previous(PDL)
-    expert, count, slot, rank = _routing(slot_table, ids, which, offset, E, CAPACITY, CAP, PER_SLOT)
+    expert, count, slot, rank = _routing(slot_table, ids, which, offset, capacity, E, CAP, PER_SLOT)
     row = expert.to(tl.int64) * (2 * W)
     columns = n + tl.arange(0, BN)
     first = 0
@@ -393,11 +405,11 @@ def _gate_up(  # type: ignore[no-untyped-def]
         first += BM
 
 
-@triton.jit(do_not_specialize=["offset"])
+@triton.jit(do_not_specialize=["offset", "capacity"])
 def _down(  # type: ignore[no-untyped-def]
-    mid, w, slot_table, ids, weights, rows, offset, H: tl.constexpr, W: tl.constexpr, E: tl.constexpr, K: tl.constexpr,
-    CAPACITY: tl.constexpr, CAP: tl.constexpr, PER_SLOT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    mid, w, slot_table, ids, weights, rows, offset, capacity, H: tl.constexpr, W: tl.constexpr, E: tl.constexpr,
+    K: tl.constexpr, CAP: tl.constexpr, PER_SLOT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    SWAP: tl.constexpr, TMA: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (column tile, expert or pair). See ``ExpertSchedule.early_depth`` for the ids read before the wait."""
     n = tl.program_id(0) * BN
@@ -409,7 +421,7 @@ def _down(  # type: ignore[no-untyped-def]
         near = tl.where((expert >= 0) & (expert < E), expert, 0)
         early = load_weights(w, near.to(tl.int64) * H, n, 0, H, W, BN, EARLY, TMA, fits)
     wait_for_previous(PDL)
-    expert, count, slot, rank = _routing(slot_table, ids, which, offset, E, CAPACITY, CAP, PER_SLOT)
+    expert, count, slot, rank = _routing(slot_table, ids, which, offset, capacity, E, CAP, PER_SLOT)
     row = expert.to(tl.int64) * H
     columns = n + tl.arange(0, BN)
     first = 0

@@ -9,7 +9,7 @@ the decode kernels' bits, ``torch._grouped_mm`` (kind ``vendor``) where the audi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -261,7 +261,10 @@ def _default(kernel: str, x: torch.Tensor, num_pairs: int, num_experts: int) -> 
     if x.dtype == torch.float32:
         return CANONICAL_GROUPED
     schedules = default_grouped_schedules(num_pairs, num_experts)
-    return schedules.gate_up if kernel == "gate_up" else schedules.down
+    schedule = schedules.gate_up if kernel == "gate_up" else schedules.down
+    if x.shape[1] % 8 != 0:  # TMA needs rows of a multiple of 16 bytes
+        return replace(schedule, kind="pointer", tma_weights=False)
+    return schedule
 
 
 def _checked(schedule: GroupedSchedule, x: torch.Tensor, tiles: ExpertTiles) -> GroupedSchedule:

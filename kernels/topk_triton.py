@@ -143,11 +143,12 @@ def topk(
         weights,
         ids if slot_table is None else slot_table,
         num_rows,
+        capacity,
         E=num_experts,
         EP=max(16, triton.next_power_of_2(num_experts)),
         K=num_topk,
         KP=triton.next_power_of_2(num_topk),
-        CAPACITY=capacity,
+        TABLE=capacity > 0,
         NORM=norm_topk_prob,
         ROWS=schedule.row_tile,
         PDL=pdl,
@@ -247,10 +248,10 @@ def expert_tiles(
     )
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "capacity"])
 def _topk(  # type: ignore[no-untyped-def]
-    logits, num_tokens, ids, weights, slot_table, num_rows,
-    E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, CAPACITY: tl.constexpr,
+    logits, num_tokens, ids, weights, slot_table, num_rows, capacity,
+    E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, TABLE: tl.constexpr,
     NORM: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows a program; grid over max(M, capacity) rows."""
@@ -295,10 +296,10 @@ def _topk(  # type: ignore[no-untyped-def]
     tl.store(ids + r[:, None] * K + k[None, :], tl.where(live[:, None], chosen, -1), mask=kept)
     w = tl.where(live[:, None], p / total[:, None], 0.0)
     tl.store(weights + r[:, None] * K + k[None, :], w, mask=kept)
-    if CAPACITY > 0:
-        entry = (e[None, :] < E) & (r[:, None] < CAPACITY)
+    if TABLE:
+        entry = (e[None, :] < E) & (r[:, None] < capacity)
         slots = tl.where(live[:, None], slots, -1)
-        tl.store(slot_table + e[None, :] * CAPACITY + r[:, None], slots, mask=entry)
+        tl.store(slot_table + e[None, :] * capacity + r[:, None], slots, mask=entry)
 
 
 @triton.jit

@@ -58,7 +58,7 @@ def _rounded_float(values: np.ndarray, source: Any, target: Any, rounding_mode: 
 def _quiet(run: Any) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         with np.errstate(all="ignore"), warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)
+            warnings.simplefilter("ignore")  # also numpy on `range` over a loaded value
             return run(*args, **kwargs)
 
     return call
