@@ -42,7 +42,7 @@ MERGED_PARTS = (1, 2, 3, 4)
 
 def norm_warps(hidden: int) -> int:
     """Warps per row: about eight values a thread, 1 to 8 warps."""
-    return min(8, max(1, triton.next_power_of_2(hidden) // 256))
+    return min(8, max(1, (1 << (hidden - 1).bit_length()) // 256))
 
 
 def rms_norm(
@@ -241,11 +241,11 @@ def _norm_cost(grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
     """Launch metadata for Triton's profiler."""
     rows, hidden = grid[0], args["H"]
     terms = args.get("SLOTS", args.get("P", 1))
-    source = args.get("branch", args.get("table", args.get("x")))
-    out = args.get("normed_out", args.get("out"))
-    num_tensors = {"x": 1, "table": 2}.get(next(n for n in ("x", "table", "branch") if n in args), 3)
-    moved = terms * source.element_size() + num_tensors * out.element_size()
-    return {"name": kernel.name, "flops32": rows * hidden * (terms + 5), "bytes": rows * hidden * moved}
+    source = args["branch"] if "branch" in args else args["table"] if "table" in args else args["x"]
+    out = args["out"] if "out" in args else args["normed_out"]
+    num_other_rows = 1 if "out" in args else 2 if "table" in args else 3
+    row_bytes = hidden * (terms * source.element_size() + num_other_rows * out.element_size())
+    return {"name": kernel.name, "flops32": rows * hidden * (terms + 5), "bytes": rows * row_bytes}
 
 
 @triton.jit

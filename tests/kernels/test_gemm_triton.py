@@ -73,7 +73,7 @@ def run(
 
 
 def run_parts(
-    x: torch.Tensor, w: torch.Tensor, parts: int, schedule: GemmSchedule | None = None, pdl: bool = False
+    x: torch.Tensor, w: torch.Tensor, parts: int, schedule: GemmSchedule | None = None, *, pdl: bool = False
 ) -> torch.Tensor:
     """``[M, P, N]``."""
     out = torch.full((x.shape[0], parts, w.shape[0]), float("nan"), device=DEVICE)
@@ -194,17 +194,17 @@ def test_schedules_and_rows_are_bit_equal_on_the_gpu(k, n, parts, kind):
         pytest.skip("needs a CUDA device")
     max_rows = 128 if n > 100000 else 520
     x, w = inputs(kind, max_rows, k, n)
-    canonical = run_parts(x, w, parts, CANONICAL_GEMM)
-    summed = tree_sum(canonical.unbind(1)).contiguous()
+    compute = run if parts == 1 else run_parts
+    canonical = compute(x, w, parts, CANONICAL_GEMM)
+    summed = canonical if parts == 1 else tree_sum(canonical.unbind(1)).contiguous()
     for num_rows in (1, 8, 33, 128, max_rows):
+        rows = x[:num_rows]
         for schedule in candidate_gemm_schedules(num_rows, n, k, parts):
-            label = f"{num_rows} rows, {schedule}"
-            actual = run_parts(x[:num_rows], w, parts, schedule, pdl=True)
-            assert_bits_equal(actual, canonical[:num_rows], label)
-            if parts == 1 or (num_rows >= 128 and not schedule.early_k):
-                actual = run(x[:num_rows], w, parts, schedule, out_dtype=torch.bfloat16)
-                assert_bits_equal(actual, summed[:num_rows].bfloat16(), f"{label}, summed")
-    control = run_parts(x.flip(1).contiguous(), w.flip(1).contiguous(), parts)
+            actual = compute(rows, w, parts, schedule, pdl=True)
+            assert_bits_equal(actual, canonical[:num_rows], f"{num_rows} rows, {schedule}")
+        actual = run(rows, w, parts, out_dtype=torch.bfloat16)
+        assert_bits_equal(actual, summed[:num_rows].bfloat16(), f"{num_rows} rows, summed and rounded")
+    control = compute(x.flip(1).contiguous(), w.flip(1).contiguous(), parts)
     assert not torch.equal(control, canonical)
 
 
