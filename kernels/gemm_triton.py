@@ -27,6 +27,7 @@ __all__ = [
     "MAX_SUMMED_PARTS",
     "GemmSchedule",
     "candidate_gemm_schedules",
+    "chain_over_k",
     "default_gemm_schedule",
     "dense_gemm",
     "dense_gemm_parts",
@@ -37,7 +38,6 @@ __all__ = [
 
 MAX_SUMMED_PARTS = 3
 """Up to three parts, a running total in ascending order is the binary tree."""
-
 ROW_TILES_PER_GROUP = 8  # neighbouring programs share rows and columns in L2
 
 
@@ -112,10 +112,9 @@ def candidate_gemm_schedules(m: int, n: int, k: int, parts: int = 1) -> tuple[Ge
     """Schedules worth timing and auditing at this shape: the default first, the canonical one last."""
     default = default_gemm_schedule(m, n, k, parts)
     k_part = -(-k // parts)
-    candidates = [default]
+    candidates = [default, replace(default, early_k=0)]
     if m <= 128:
-        candidates += [replace(default, early_k=0), replace(default, early_k=0, tma=not default.tma)]
-        candidates.append(replace(default, num_stages=3))
+        candidates += [replace(default, early_k=0, tma=not default.tma), replace(default, num_stages=3)]
         if not default.tma and m <= 32:
             candidates += [replace(default, early_k=early) for early in (128, 256, 512)]
             candidates.append(replace(default, tile_columns=32, tile_k=256, num_stages=3, early_k=0))
@@ -294,7 +293,7 @@ def _gemm_cost(grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
 
 
 @triton.jit
-def load_tile(  # type: ignore[no-untyped-def]
+def _load_tile(  # type: ignore[no-untyped-def]
     source, rows, num_rows, features, k_end, K: tl.constexpr, MASK_ROWS: tl.constexpr, MASK_K: tl.constexpr
 ):
     """``source[rows, features]`` of a contiguous ``[num_rows, K]``; zeros from ``num_rows`` and ``k_end`` on."""
@@ -335,11 +334,11 @@ def chain_over_k(  # type: ignore[no-untyped-def]
         if TMA:  # noqa: SIM108
             b = w.load([first_column, begin + k])
         else:
-            b = load_tile(w, columns, N, features, k_end, K, MASK_N, MASK_K)
+            b = _load_tile(w, columns, N, features, k_end, K, MASK_N, MASK_K)
         if TMA and not SWAP:
             a = x.load([first_row, begin + k])
         else:
-            a = load_tile(x, rows, M, features, k_end, K, True, MASK_K)
+            a = _load_tile(x, rows, M, features, k_end, K, True, MASK_K)
         acc = _dot(a, b, acc, SWAP)
     return acc
 
@@ -368,7 +367,7 @@ def _gemm_kernel(  # type: ignore[no-untyped-def]
     # Weights never change, so they may be read before the wait.
     if EARLY_K > 0:
         early = begin + tl.arange(0, EARLY_K)
-        b = load_tile(w, columns, N, early, k_end, K, N % TILE_N != 0, MASK_EARLY)
+        b = _load_tile(w, columns, N, early, k_end, K, N % TILE_N != 0, MASK_EARLY)
     wait_for_previous(PDL)
     acc = tl.zeros((TILE_N, TILE_M) if SWAP else (TILE_M, TILE_N), tl.float32)
     if SUMMED and PARTS > 1:
@@ -376,7 +375,7 @@ def _gemm_kernel(  # type: ignore[no-untyped-def]
         acc += tl.where(M < 0, 1.0, 0.0)
     total = acc
     if EARLY_K > 0:
-        a = load_tile(x, rows, M, early, k_end, K, True, MASK_EARLY)
+        a = _load_tile(x, rows, M, early, k_end, K, True, MASK_EARLY)
         total = _dot(a, b, acc, SWAP)
     total = chain_over_k(
         x, w, total, M, first_row, first_column, begin,

@@ -29,6 +29,7 @@ __all__ = [
     "merge_residual_norm",
     "merge_residual_norm_reference",
     "norm_warps",
+    "normed_row",
     "rms_norm",
     "rms_norm_reference",
     "row_sum_of_squares",
