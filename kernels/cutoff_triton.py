@@ -25,7 +25,7 @@ from moe_runtime.kernels.gumbel_triton import mass_of, scaled_logit
 from moe_runtime.kernels.ranks_triton import MAX_KEY, key_of, logit_of, logits_shape, pass_cost
 from moe_runtime.kernels.triton_launch import launch_options, wait_for_previous
 
-__all__ = ["CutoffSchedule", "find_cutoffs", "find_cutoffs_reference", "target_mass"]
+__all__ = ["CUTOFF_SCHEDULES", "CutoffSchedule", "find_cutoffs", "find_cutoffs_reference", "target_mass"]
 
 _KEY_BITS = 54
 _FIELDS = tl.constexpr(
@@ -43,6 +43,15 @@ class CutoffSchedule:
     block_columns: int = 4096
     num_warps: int = 8
     num_ways: int = 8
+
+
+CUTOFF_SCHEDULES = (
+    CutoffSchedule(),
+    CutoffSchedule(block_columns=2048, num_warps=4),
+    CutoffSchedule(block_columns=8192, num_warps=16),
+    CutoffSchedule(num_ways=4),
+    CutoffSchedule(num_ways=16),
+)
 
 
 def find_cutoffs(

@@ -83,7 +83,8 @@ def philox_word(c0, c1, c2, c3, k0, k1):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def noise_of(seed, position, ids):  # type: ignore[no-untyped-def]
-    """float32 noise of ids under an int64 seed and an int64 position."""
+    """float32 noise of ids under an int64 seed and a position."""
+    position = position.to(tl.int64)
     ids = ids.to(tl.uint32)
     zeros = ids ^ ids
     word = philox_word(

@@ -24,6 +24,7 @@ from moe_runtime.kernels.triton_launch import launch_options, wait_for_previous
 
 __all__ = [
     "ID_BITS",
+    "KEY_SCHEDULES",
     "MAX_KEY",
     "KeySchedule",
     "chunk_columns",
@@ -56,9 +57,18 @@ class KeySchedule:
     merge_warps: int = 8
 
 
+KEY_SCHEDULES = (
+    KeySchedule(),
+    KeySchedule(block_columns=1024, num_warps=2, merge_warps=4),
+    KeySchedule(block_columns=2048, num_warps=4, merge_warps=8),
+    KeySchedule(block_columns=8192, num_warps=8, merge_warps=16),
+)
+
+
 def chunk_columns(vocab: int) -> int:
     """Columns in a chunk: 128 up to a vocabulary of 2**18."""
-    return max(_MIN_CHUNK_COLUMNS, triton.next_power_of_2(triton.cdiv(vocab, _MAX_CHUNKS)))
+    columns: int = triton.next_power_of_2(triton.cdiv(vocab, _MAX_CHUNKS))
+    return max(_MIN_CHUNK_COLUMNS, columns)
 
 
 def chunk_keys(logits: torch.Tensor, *, schedule: KeySchedule, pdl: bool) -> torch.Tensor:
@@ -89,10 +99,10 @@ def chunk_keys_reference(logits: torch.Tensor) -> torch.Tensor:
     bits = torch.where(values == 0, 0.0, values).view(torch.int32)
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() + 2**31
     ids = torch.arange(vocab, device=logits.device)
-    keys = (ordered << ID_BITS.value) | (_ID_MASK.value - ids)
+    keys: torch.Tensor = (ordered << ID_BITS.value) | (_ID_MASK.value - ids)
     padded = keys.new_full((num_rows, triton.cdiv(vocab, chunk) * chunk), -1)
     padded[:, :vocab] = keys
-    return padded.unflatten(1, (-1, chunk)).amax(2)
+    return padded.view(num_rows, -1, chunk).amax(2)
 
 
 def logits_shape(logits: torch.Tensor) -> tuple[int, int]:

@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 
 from moe_runtime.kernels.cutoff_triton import (
+    CUTOFF_SCHEDULES,
     CutoffSchedule,
     find_cutoffs,
     find_cutoffs_reference,
@@ -40,6 +41,7 @@ from moe_runtime.kernels.gumbel_triton import (
     scaled_logit,
 )
 from moe_runtime.kernels.ranks_triton import (
+    KEY_SCHEDULES,
     KeySchedule,
     chunk_columns,
     chunk_keys,
@@ -55,11 +57,12 @@ from moe_runtime.kernels.triton_launch import launch_options, wait_for_previous
 
 __all__ = [
     "MAX_SMALL_TOP_K",
+    "SAMPLE_SCHEDULES",
     "SampleSchedule",
     "SamplingRows",
+    "greedy",
+    "greedy_reference",
     "sample",
-    "sample_greedy",
-    "sample_greedy_reference",
     "sample_reference",
 ]
 
@@ -79,12 +82,21 @@ class SampleSchedule:
     noise_warps: int = 4
 
 
+SAMPLE_SCHEDULES = (
+    SampleSchedule(),
+    SampleSchedule(noise_columns=256, noise_warps=1),
+    SampleSchedule(noise_columns=2048, noise_warps=8),
+    *(SampleSchedule(keys=keys) for keys in KEY_SCHEDULES[1:]),
+    *(SampleSchedule(cutoff=cutoff) for cutoff in CUTOFF_SCHEDULES[1:]),
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRows:
-    """Settings of R rows on the device, and which searches to launch.
+    """Settings of R rows on the device, contiguous, and which searches to launch.
 
     Attributes:
-        temperature: ``[R]`` float32; 0 is greedy.
+        temperature: ``[R]`` float32; 0 is greedy. Padding rows of a graph should have 0, the cheapest.
         top_k: ``[R]`` int32; 0, -1 and k of at least the vocabulary are off.
         top_p: ``[R]`` float32 in (0, 1]; 1 is off.
         min_p: ``[R]`` float32 in [0, 1]; 0 is off.
@@ -123,7 +135,7 @@ class SamplingRows:
         )
 
 
-def sample_greedy(
+def greedy(
     logits: torch.Tensor, out: torch.Tensor, *, schedule: KeySchedule | None = None, pdl: bool = False
 ) -> None:
     """The highest logit of each row, lowest id on ties; 0 for a row without one above -inf.
@@ -150,7 +162,7 @@ def sample_greedy(
     )
 
 
-def sample_greedy_reference(logits: torch.Tensor) -> torch.Tensor:
+def greedy_reference(logits: torch.Tensor) -> torch.Tensor:
     """The same by torch: ``[R]`` int64."""
     values = torch.where(logits.isnan(), -torch.inf, logits)
     return (values == values.amax(1, keepdim=True)).int().argmax(1)
@@ -258,8 +270,8 @@ def sample_reference(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     )
     scores = torch.where(kept, x + noise, -torch.inf)
     chosen = (scores == scores.amax(1, keepdim=True)).int().argmax(1)
-    greedy = (rows.temperature == 0) | (highest[:, 0] == -torch.inf)
-    return torch.where(greedy, sample_greedy_reference(logits), chosen)
+    unsampled = (rows.temperature == 0) | (highest[:, 0] == -torch.inf)
+    return torch.where(unsampled, greedy_reference(logits), chosen)
 
 
 @triton.jit

@@ -11,6 +11,7 @@ s' = s * exp(m - m') + sb * exp(mb - m'); a logprob is (logit - m) - log(s), two
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -29,6 +30,7 @@ from moe_runtime.kernels.triton_launch import launch_options, wait_for_previous
 
 __all__ = [
     "MAX_NUM_TOP",
+    "STATS_SCHEDULES",
     "SoftmaxStats",
     "StatsSchedule",
     "log_softmax_stats",
@@ -54,8 +56,10 @@ class StatsSchedule:
     split: bool = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SoftmaxStats:
+STATS_SCHEDULES = (StatsSchedule(split=True), StatsSchedule(split=False))
+
+
+class SoftmaxStats(NamedTuple):
     """``max`` ``[R]`` float32 and ``log_sum`` ``[R]`` float32, the log of the sum of exp(logit - max)."""
 
     max: torch.Tensor
@@ -105,7 +109,7 @@ def log_softmax_stats_reference(logits: torch.Tensor) -> SoftmaxStats:
     """The same by torch: blocks, then the ordered merge, fp32."""
     highest = logits.new_full((logits.shape[0],), -torch.inf)
     total = torch.zeros_like(highest)
-    for block in logits.split(_STATS_BLOCK, dim=1):
+    for block in torch.split(logits, _STATS_BLOCK, dim=1):
         block_max = block.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(1)
         block_sum = torch.exp(block - _finite_base(block_max)[:, None]).sum(1)
         merged = torch.maximum(highest, block_max)
