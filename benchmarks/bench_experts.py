@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from moe_runtime.kernels.expert_tile_triton import gather_rows
 from moe_runtime.kernels.experts_triton import (
     DOWN_SCHEDULES,
     GATE_UP_SCHEDULES,
@@ -31,7 +32,6 @@ from moe_runtime.kernels.grouped_experts_triton import (
     default_grouped_schedules,
     down_grouped,
     gate_up_grouped,
-    gather_rows,
 )
 from moe_runtime.kernels.topk_triton import (
     TOPK_SCHEDULES,

@@ -16,8 +16,15 @@ from typing import Any, Literal
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from moe_runtime.kernels.expert_tile_triton import (
+    chain,
+    load_rows,
+    load_weights,
+    swiglu_rounded,
+    weight_operand,
+    weighted_rounded,
+)
 from moe_runtime.kernels.triton_launch import launch_options, wait_for_previous
 
 __all__ = [
@@ -27,17 +34,12 @@ __all__ = [
     "MAX_CAPACITY",
     "ExpertSchedule",
     "ExpertSchedules",
-    "chain",
     "default_expert_schedules",
     "down",
     "down_reference",
     "expert_cost",
     "gate_up",
     "gate_up_reference",
-    "load_rows",
-    "load_weights",
-    "swiglu_rounded",
-    "weighted_rounded",
 ]
 
 MAX_CAPACITY = 256
@@ -165,7 +167,7 @@ def gate_up(
     _gate_up[_grid(schedule, width, num_experts, num_rows * num_topk)](
         *(
             h,
-            _weights(w13, schedule),
+            weight_operand(w13, schedule.tma, schedule.column_tile, schedule.depth_tile),
             slot_table,
             ids,
             mid,
@@ -209,7 +211,14 @@ def down(
     if num_rows == 0:
         return
     _down[_grid(schedule, hidden, num_experts, num_rows * num_topk)](
-        *(mid, _weights(w2, schedule), slot_table, ids, weights, rows),
+        *(
+            mid,
+            weight_operand(w2, schedule.tma, schedule.column_tile, schedule.depth_tile),
+            slot_table,
+            ids,
+            weights,
+            rows,
+        ),
         *(expert_offset, slot_table.shape[1], hidden, width),
         **_options(schedule, num_experts, num_topk, slot_table.shape[1], pdl),
     )
@@ -260,13 +269,6 @@ def _grid(schedule: ExpertSchedule, columns: int, num_experts: int, num_pairs: i
     return (tiles, num_pairs if schedule.mode == "per_slot" else num_experts)
 
 
-def _weights(weight: torch.Tensor, schedule: ExpertSchedule) -> Any:
-    if not schedule.tma:
-        return weight
-    flat = weight.view(-1, weight.shape[2])
-    return TensorDescriptor.from_tensor(flat, [schedule.column_tile, schedule.depth_tile])
-
-
 def _options(
     schedule: ExpertSchedule, num_experts: int, num_topk: int, capacity: int, pdl: bool
 ) -> dict[str, Any]:
@@ -285,60 +287,6 @@ def _options(
         "PDL": pdl,
         **launch_options(num_warps=schedule.num_warps, num_stages=schedule.num_stages, pdl=pdl),
     }
-
-
-@triton.jit
-def swiglu_rounded(gate, up, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Two fp32 accumulators, each rounded, then ``silu(gate) * up`` in fp32, rounded once."""
-    gate = gate.to(DTYPE).to(tl.float32)
-    up = up.to(DTYPE).to(tl.float32)
-    return (gate / (1.0 + tl.exp(-gate)) * up).to(DTYPE)
-
-
-@triton.jit
-def weighted_rounded(acc, weight, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """``round(weight * round(acc))``, shapes as they broadcast."""
-    return (acc.to(DTYPE).to(tl.float32) * weight).to(DTYPE)
-
-
-@triton.jit
-def chain(a, b, acc, SWAP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """acc + a b^T for a ``[BM, BK]`` and b ``[BN, BK]``; acc is ``[BN, BM]`` if swapped."""
-    if SWAP:
-        out = tl.dot(b, tl.trans(a), acc, input_precision="ieee")
-    else:
-        out = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
-    return out
-
-
-@triton.jit
-def load_weights(  # type: ignore[no-untyped-def]
-    w, row, first_column, k, N: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr,
-    EVEN: tl.constexpr,
-):  # fmt: skip
-    """``[BN, BK]`` from matrix row ``row + first_column`` and depth k; columns past N are zero or another matrix's."""
-    if TMA:
-        tile = w.load([(row + first_column).to(tl.int32), k])
-    else:
-        columns = first_column + tl.arange(0, BN)
-        depth = k + tl.arange(0, BK)
-        at = w + row * D + columns[:, None] * D + depth[None, :]
-        if EVEN:
-            tile = tl.load(at, eviction_policy="evict_first")
-        else:
-            mask = (columns < N)[:, None] & (depth < D)[None, :]
-            tile = tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
-    return tile
-
-
-@triton.jit
-def load_rows(x, row, live, k, D: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """``[BM, BK]`` of the rows ``row`` at depth k; rows that are not live and depth past D are zero."""
-    depth = k + tl.arange(0, BK)
-    mask = live[:, None]
-    if not EVEN:
-        mask = mask & (depth < D)[None, :]
-    return tl.load(x + row[:, None] * D + depth[None, :], mask=mask, other=0.0)
 
 
 @triton.jit

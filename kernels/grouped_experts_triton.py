@@ -18,11 +18,13 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moe_runtime.kernels.experts_triton import (
+from moe_runtime.kernels.expert_tile_triton import (
     chain,
+    gather_rows,
     load_rows,
     load_weights,
     swiglu_rounded,
+    weight_operand,
     weighted_rounded,
 )
 from moe_runtime.kernels.topk_triton import ExpertOrder, ExpertTiles
@@ -39,7 +41,6 @@ __all__ = [
     "down_grouped_reference",
     "gate_up_grouped",
     "gate_up_grouped_reference",
-    "gather_rows",
 ]
 
 
@@ -118,30 +119,6 @@ def default_grouped_schedules(num_pairs: int, num_experts: int) -> GroupedSchedu
     return GroupedSchedules(gate_up=GROUPED_GATE_UP_SCHEDULES[6], down=GROUPED_DOWN_SCHEDULES[5])
 
 
-def gather_rows(
-    h: torch.Tensor, order: ExpertOrder, gathered: torch.Tensor, *, pdl: bool = False
-) -> torch.Tensor:
-    """Copy each pair's token row to its expert-major place; rows without a local expert are not written.
-
-    Args:
-        h: ``[M, H]``.
-        order: Of the M * K pairs.
-        gathered: ``[M * K, H]`` out, returned.
-        pdl: Dependent launch.
-    """
-    num_pairs, hidden = gathered.shape
-    if num_pairs:
-        _gather[(triton.cdiv(num_pairs, 4),)](
-            *(h, order.pair, order.first_row, gathered, num_pairs, hidden, order.first_row.shape[0] - 1),
-            K=num_pairs // h.shape[0],
-            ROWS=4,
-            BLOCK=triton.next_power_of_2(hidden),
-            PDL=pdl,
-            **launch_options(num_warps=8, num_stages=1, pdl=pdl),
-        )
-    return gathered
-
-
 def gate_up_grouped(
     h: torch.Tensor,
     w13: torch.Tensor,
@@ -183,7 +160,12 @@ def gate_up_grouped(
         )
         return
     _gate_up[(_num_programs(h, schedule),)](
-        *(_rows(rows, schedule), _weights(w13, schedule), order.pair, mid),
+        *(
+            _rows(rows, schedule),
+            weight_operand(w13, schedule.tma_weights, schedule.column_tile, schedule.depth_tile),
+            order.pair,
+            mid,
+        ),
         *(tiles.expert, tiles.first_row, tiles.end_row, tiles.num_tiles),
         K=num_pairs // h.shape[0],
         **_options(schedule, hidden, width, pdl),
@@ -227,7 +209,13 @@ def down_grouped(
         )
         return
     _down[(_num_programs(mid, schedule),)](
-        *(_rows(mid, schedule), _weights(w2, schedule), order.pair, weights, rows),
+        *(
+            _rows(mid, schedule),
+            weight_operand(w2, schedule.tma_weights, schedule.column_tile, schedule.depth_tile),
+            order.pair,
+            weights,
+            rows,
+        ),
         *(tiles.expert, tiles.first_row, tiles.end_row, tiles.num_tiles),
         **_options(schedule, hidden, width, pdl),
     )
@@ -290,13 +278,6 @@ def _rows(x: torch.Tensor, schedule: GroupedSchedule) -> Any:
     return TensorDescriptor.from_tensor(x, [schedule.row_tile, schedule.depth_tile])
 
 
-def _weights(weight: torch.Tensor, schedule: GroupedSchedule) -> Any:
-    if not schedule.tma_weights:
-        return weight
-    flat = weight.view(-1, weight.shape[2])
-    return TensorDescriptor.from_tensor(flat, [schedule.column_tile, schedule.depth_tile])
-
-
 def _options(schedule: GroupedSchedule, hidden: int, width: int, pdl: bool) -> dict[str, Any]:
     return {
         "H": hidden,
@@ -311,22 +292,6 @@ def _options(schedule: GroupedSchedule, hidden: int, width: int, pdl: bool) -> d
         "PDL": pdl,
         **launch_options(num_warps=schedule.num_warps, num_stages=schedule.num_stages, pdl=pdl),
     }
-
-
-@triton.jit(do_not_specialize=["num_pairs"])
-def _gather(  # type: ignore[no-untyped-def]
-    h, order, first_row, out, num_pairs, H: tl.constexpr, E: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """ROWS rows a program."""
-    wait_for_previous(PDL)
-    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    c = tl.arange(0, BLOCK)
-    live = r < tl.load(first_row + E)
-    token = tl.load(order + r, mask=live, other=0) // K
-    mask = live[:, None] & (c < H)[None, :]
-    x = tl.load(h + token[:, None] * H + c[None, :], mask=mask)
-    tl.store(out + r.to(tl.int64)[:, None] * H + c[None, :], x, mask=mask)
 
 
 @triton.jit

@@ -7,7 +7,6 @@ import torch
 
 from tests.bits import HOSTILE_KINDS, assert_bits_equal
 from tests.kernels.expert_layers import Routing, make_layer, make_routing
-from tests.kernels.triton_interpreter import DEVICE
 
 from moe_runtime.kernels.experts_triton import CANONICAL_EXPERT, down, gate_up  # isort: skip
 from moe_runtime.kernels.grouped_experts_triton import (  # isort: skip
@@ -19,7 +18,6 @@ from moe_runtime.kernels.grouped_experts_triton import (  # isort: skip
     down_grouped_reference,
     gate_up_grouped,
     gate_up_grouped_reference,
-    gather_rows,
 )
 from moe_runtime.kernels.topk_triton import expert_order, expert_tiles, max_expert_tiles  # isort: skip
 
@@ -171,14 +169,6 @@ def test_all_rows_to_one_expert_and_zero_rows():
     assert mid.shape == (0, 24)
     assert rows.shape == (0, 1, 40)
     assert order.first_row.tolist() == [0, 0, 0, 0]
-
-
-def test_gathered_rows_are_the_tokens_in_expert_order():
-    h = make_layer(5, 2, 40, 24).h
-    order = expert_order(torch.tensor([[1], [0], [-1], [1], [0]], dtype=torch.int32, device=DEVICE), 2)
-    out = gather_rows(h, order, torch.full_like(h, float("nan")))
-    assert_bits_equal(out[:4], h[[1, 4, 0, 3]])
-    assert bool(out[4].isnan().all())
 
 
 def test_what_cannot_work_is_refused():
