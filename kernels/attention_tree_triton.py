@@ -32,9 +32,11 @@ __all__ = [
     "KV_BLOCK",
     "TREE",
     "AttentionTree",
+    "attend_alone",
     "attention_work",
     "check_heads",
     "finish",
+    "first_seen_block",
     "fold_seen_block",
     "gather_kv",
     "merge_chunk",
@@ -173,6 +175,53 @@ def fold_seen_block(  # type: ignore[no-untyped-def]
     p = tl.exp2(tl.fma(scores, SCALE, -reference[:, None])).to(v.dtype)
     sums = row_sums(p, tl.zeros((16, 16), tl.float32))
     return m, l * alpha + tl.max(sums, 1), tl.dot(p, v, o * alpha[:, None], input_precision="ieee")
+
+
+@triton.jit
+def attend_alone(  # type: ignore[no-untyped-def]
+    q_a,
+    q_b,
+    k_cache,
+    v_cache,
+    table,
+    head,
+    position,
+    first_key,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    INNER: tl.constexpr,
+    CHUNK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SCALE: tl.constexpr,
+):
+    """16 rows at one position over all blocks from ``first_key`` on, in one loop: ``o / l`` [16, D] float32."""
+    m = tl.full((16,), float("-inf"), tl.float32)
+    l = tl.zeros((16,), tl.float32)
+    o = tl.zeros((16, HEAD_DIM), tl.float32)
+    m_total = m
+    l_total = l
+    o_total = o
+    for n in range(first_key, position + 1, INNER):
+        m, l, o = fold_seen_block(
+            q_a, q_b, k_cache, v_cache, table, head, position, n, m, l, o,
+            NUM_KV_HEADS, HEAD_DIM, INNER, WINDOW, SCALE,
+        )  # fmt: skip
+        if (n + INNER) % CHUNK == 0:
+            m_total, l_total, o_total = merge_chunk(m_total, l_total, o_total, m, l, o)
+            m = tl.full((16,), float("-inf"), tl.float32)
+            l = tl.zeros((16,), tl.float32)
+            o = tl.zeros((16, HEAD_DIM), tl.float32)
+    m_total, l_total, o_total = merge_chunk(m_total, l_total, o_total, m, l, o)
+    return finish(o_total, l_total[:, None])
+
+
+@triton.jit
+def first_seen_block(position, INNER: tl.constexpr, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """First key of the first inner block that ``position`` sees."""
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(position - WINDOW + 1, 0) // INNER * INNER
+    return first
 
 
 def scale_log2(head_dim: int, scale: float | None) -> float:

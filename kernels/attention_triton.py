@@ -22,8 +22,10 @@ from moe_runtime.kernels.attention_tree_triton import (
     KV_BLOCK,
     TREE,
     AttentionTree,
+    attend_alone,
     check_heads,
     finish,
+    first_seen_block,
     fold_seen_block,
     gather_kv,
     merge_chunk,
@@ -51,7 +53,7 @@ class DecodeSchedule:
     Attributes:
         split: A program per chunk and a merge, not all chunks in one program.
         num_warps, num_stages: Of the attention kernel.
-        flat: One loop over all blocks, chunks merged where it crosses their ends, not a loop per chunk.
+        flat: One loop over all blocks, chunks merged where it crosses their ends, not a loop per chunk. Not if split.
         early_reads: Read positions, block table and tables of RoPE and norm before the wait of dependent launch. They
             must then have been written at least two launches before (a GEMM stands in between anyway).
     """
@@ -143,6 +145,8 @@ def attend_decode(
     check_heads(num_query_heads, num_kv_heads, head_dim, window)
     if qkv.dtype == torch.float32 and schedule != CANONICAL_DECODE:
         raise ValueError(f"schedule ({schedule}) must be the canonical one for float32")
+    if schedule.split and schedule.flat:
+        raise ValueError(f"schedule ({schedule}) must not be split and flat")
     if schedule.split and workspace is None:
         raise ValueError("workspace (None) must be given for a split schedule")
     if num_rows == 0:
@@ -288,9 +292,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     block = tl.load(table + at // KV_BLOCK).to(tl.int64)
     if EARLY:
         wait_for_previous(PDL)
-    first = 0
-    if WINDOW > 0:
-        first = tl.maximum(position - WINDOW + 1, 0) // INNER * INNER
+    first = first_seen_block(position, INNER, WINDOW)
     last = position + 1
     own_key = True
     if SPLIT:
@@ -314,48 +316,37 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         tl.store(target + HALF, b, mask=is_key)
         tl.store(v_cache + slot + column, value)
     tl.debug_barrier()  # the loop below reads the new key through other threads
-    m = tl.full((16,), float("-inf"), tl.float32)
-    l = tl.zeros((16,), tl.float32)
-    o = tl.zeros((16, HEAD_DIM), tl.float32)
-    if SPLIT:
-        for n in range(first, last, INNER):
-            m, l, o = fold_seen_block(
-                a, b, k_cache, v_cache, table, head, position, n, m, l, o,
-                NUM_KV_HEADS, HEAD_DIM, INNER, WINDOW, SCALE,
-            )  # fmt: skip
-        part = (row * NUM_QUERY_HEADS + head * GROUPS + r) * NUM_CHUNKS + chunk
-        tl.store(partial_o + part[:, None] * HEAD_DIM + column[None, :], o, mask=is_query)
-        tl.store(partial_ml + part * 2, m, mask=r < GROUPS)
-        tl.store(partial_ml + part * 2 + 1, l, mask=r < GROUPS)
+    query_row = row * NUM_QUERY_HEADS + head * GROUPS + r
+    target = out + query_row[:, None] * HEAD_DIM + column[None, :]
+    if FLAT:
+        result = attend_alone(
+            a, b, k_cache, v_cache, table, head, position, first,
+            NUM_KV_HEADS, HEAD_DIM, INNER, CHUNK, WINDOW, SCALE,
+        )  # fmt: skip
+        tl.store(target, result.to(out.dtype.element_ty), mask=is_query)
     else:
-        m_total = m
-        l_total = l
-        o_total = o
-        if FLAT:
-            for n in range(first, last, INNER):
+        m_total = tl.full((16,), float("-inf"), tl.float32)
+        l_total = tl.zeros((16,), tl.float32)
+        o_total = tl.zeros((16, HEAD_DIM), tl.float32)
+        for c in range(first // CHUNK * CHUNK, last, CHUNK):
+            m = tl.full((16,), float("-inf"), tl.float32)
+            l = tl.zeros((16,), tl.float32)
+            o = tl.zeros((16, HEAD_DIM), tl.float32)
+            for n in range(tl.maximum(c, first), tl.minimum(c + CHUNK, last), INNER):
                 m, l, o = fold_seen_block(
                     a, b, k_cache, v_cache, table, head, position, n, m, l, o,
                     NUM_KV_HEADS, HEAD_DIM, INNER, WINDOW, SCALE,
                 )  # fmt: skip
-                if (n + INNER) % CHUNK == 0:
-                    m_total, l_total, o_total = merge_chunk(m_total, l_total, o_total, m, l, o)
-                    m = tl.full((16,), float("-inf"), tl.float32)
-                    l = tl.zeros((16,), tl.float32)
-                    o = tl.zeros((16, HEAD_DIM), tl.float32)
-            m_total, l_total, o_total = merge_chunk(m_total, l_total, o_total, m, l, o)
-        else:
-            for c in range(first // CHUNK * CHUNK, last, CHUNK):
-                m = tl.full((16,), float("-inf"), tl.float32)
-                l = tl.zeros((16,), tl.float32)
-                o = tl.zeros((16, HEAD_DIM), tl.float32)
-                for n in range(tl.maximum(c, first), tl.minimum(c + CHUNK, last), INNER):
-                    m, l, o = fold_seen_block(
-                        a, b, k_cache, v_cache, table, head, position, n, m, l, o,
-                        NUM_KV_HEADS, HEAD_DIM, INNER, WINDOW, SCALE,
-                    )  # fmt: skip
+            if SPLIT:  # one chunk only
+                part = query_row * NUM_CHUNKS + chunk
+                tl.store(partial_o + part[:, None] * HEAD_DIM + column[None, :], o, mask=is_query)
+                tl.store(partial_ml + part * 2, m, mask=r < GROUPS)
+                tl.store(partial_ml + part * 2 + 1, l, mask=r < GROUPS)
+            else:
                 m_total, l_total, o_total = merge_chunk(m_total, l_total, o_total, m, l, o)
-        target = out + (row * NUM_QUERY_HEADS + head * GROUPS + r)[:, None] * HEAD_DIM + column[None, :]
-        tl.store(target, finish(o_total, l_total[:, None]).to(out.dtype.element_ty), mask=is_query)
+        if not SPLIT:
+            result = finish(o_total, l_total[:, None])
+            tl.store(target, result.to(out.dtype.element_ty), mask=is_query)
 
 
 @triton.jit

@@ -24,8 +24,10 @@ from moe_runtime.kernels.attention_tree_triton import (
     KV_BLOCK,
     TREE,
     AttentionTree,
+    attend_alone,
     check_heads,
     finish,
+    first_seen_block,
     gather_kv,
     merge_chunk,
     online_softmax,
@@ -51,14 +53,12 @@ class RowSchedule:
     Attributes:
         block_rows: Rows of a tile; the tiles must be made for the same number.
         num_warps, num_stages: Of the kernel.
-        flat: One loop over all blocks, chunks merged where it crosses their ends, not a loop per chunk.
         tma: Whole KV blocks by TMA, in halves of 64 keys, not by pointers.
     """
 
     block_rows: int
     num_warps: int
     num_stages: int
-    flat: bool = False
     tma: bool = False
 
 
@@ -68,9 +68,8 @@ ROW_SCHEDULES = (
     RowSchedule(block_rows=16, num_warps=4, num_stages=2),
     RowSchedule(block_rows=64, num_warps=4, num_stages=2),
     *(
-        RowSchedule(block_rows=128, num_warps=8, num_stages=stages, flat=flat, tma=tma)
+        RowSchedule(block_rows=128, num_warps=8, num_stages=stages, tma=tma)
         for tma in (False, True)
-        for flat in (False, True)
         for stages in (2, 3)
     ),
 )
@@ -123,6 +122,8 @@ def attend_rows(
         values = TensorDescriptor.from_tensor(v_cache.view(-1, head_dim), block)
     _rows_kernel[(tiles.shape[0] * num_kv_heads,)](
         q,
+        k_cache,
+        v_cache,
         keys,
         values,
         tiles,
@@ -137,7 +138,6 @@ def attend_rows(
         CHUNK=tree.chunk_keys,
         WINDOW=window or 0,
         SCALE=scale_log2(head_dim, scale),
-        FLAT=schedule.flat,
         TMA=schedule.tma,
         PDL=pdl,
         **launch_options(num_warps=schedule.num_warps, num_stages=schedule.num_stages, pdl=pdl),
@@ -208,24 +208,6 @@ def _visible(position, first_key, KEYS: tl.constexpr, WINDOW: tl.constexpr):  # 
 
 
 @triton.jit
-def _weigh(p, v, o, seen, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """``o + p @ v``. If MASKED, a value that is not finite (0 times it is NaN) meets only rows that see its key."""
-    if MASKED:
-        finite = tl.abs(v.to(tl.float32)) < float("inf")
-        if tl.min(tl.min(finite.to(tl.int32), 1), 0) > 0:
-            o = tl.dot(p, v, o, input_precision="ieee")
-        else:
-            clean = tl.where(finite, v, 0.0).to(v.dtype)
-            poison = tl.where(finite, 0.0, 1.0).to(v.dtype)
-            o = tl.dot(p, clean, o, input_precision="ieee")
-            met = tl.dot(seen.to(tl.float32).to(v.dtype), poison, input_precision="ieee")
-            o = tl.where(met > 0.0, float("nan"), o)
-    else:
-        o = tl.dot(p, v, o, input_precision="ieee")
-    return o
-
-
-@triton.jit
 def _fold_block(  # type: ignore[no-untyped-def]
     q,
     k_cache,
@@ -267,54 +249,52 @@ def _fold_block(  # type: ignore[no-untyped-def]
     v = _load_keys(v_cache, table, head, n, num_keys, NUM_KV_HEADS, HEAD_DIM, KEYS, MASKED, TMA)
     p = tl.exp2(tl.fma(scores, SCALE, -reference[:, None])).to(v.dtype)
     sums = row_sums(p, tl.zeros((ROWS, 16), tl.float32))
-    o = _weigh(p, v, o * alpha[:, None], seen, MASKED)
+    o = tl.dot(p, v, o * alpha[:, None], input_precision="ieee")
     if HALVES == 2:
         v2 = _load_keys(v_cache, table, head, n + KEYS, num_keys, NUM_KV_HEADS, HEAD_DIM, KEYS, MASKED, TMA)
         p2 = tl.exp2(tl.fma(scores2, SCALE, -reference[:, None])).to(v.dtype)
         sums = row_sums(p2, sums)
-        o = _weigh(p2, v2, o, seen2, MASKED)
+        o = tl.dot(p2, v2, o, input_precision="ieee")
     return m, l * alpha + tl.max(sums, 1), o
 
 
 @triton.jit
-def _attend_span(  # type: ignore[no-untyped-def]
+def _attend_tokens_alone(  # type: ignore[no-untyped-def]
     q,
     k_cache,
     v_cache,
     table,
+    out,
+    first_token,
+    num_tokens,
+    start,
     head,
-    position,
-    first,
-    last,
-    num_keys,
-    m,
-    l,
-    o,
-    m_total,
-    l_total,
-    o_total,
     NUM_KV_HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    ROWS: tl.constexpr,
     INNER: tl.constexpr,
     CHUNK: tl.constexpr,
     WINDOW: tl.constexpr,
     SCALE: tl.constexpr,
-    TMA: tl.constexpr,
-    MASKED: tl.constexpr,
 ):
-    """All blocks of [first, last) in one loop, merging where it crosses the end of a chunk."""
-    for n in range(first, last, INNER):
-        m, l, o = _fold_block(
-            q, k_cache, v_cache, table, head, position, n, num_keys, m, l, o,
-            NUM_KV_HEADS, HEAD_DIM, ROWS, INNER, WINDOW, SCALE, TMA, MASKED,
+    """The tile again, token by token as decode does it: a value that is not finite (0 times it is NaN) may have met
+    rows that do not see its key."""
+    half = tl.arange(0, HEAD_DIM // 2)[None, :]
+    column = tl.arange(0, HEAD_DIM)[None, :]
+    lane = tl.arange(0, 16)
+    is_query = (lane < GROUPS)[:, None]
+    for t in range(num_tokens):
+        position = start + t
+        row = (first_token + t).to(tl.int64) * (NUM_KV_HEADS * GROUPS) + head * GROUPS + lane
+        offset = row[:, None] * HEAD_DIM
+        q_a = tl.load(q + offset + half, mask=is_query, other=0.0)
+        q_b = tl.load(q + offset + HEAD_DIM // 2 + half, mask=is_query, other=0.0)
+        first_key = first_seen_block(position, INNER, WINDOW)
+        result = attend_alone(
+            q_a, q_b, k_cache, v_cache, table, head, position, first_key,
+            NUM_KV_HEADS, HEAD_DIM, INNER, CHUNK, WINDOW, SCALE,
         )  # fmt: skip
-        if (n + INNER) % CHUNK == 0:
-            m_total, l_total, o_total = merge_chunk(m_total, l_total, o_total, m, l, o)
-            m = tl.full((ROWS,), float("-inf"), tl.float32)
-            l = tl.zeros((ROWS,), tl.float32)
-            o = tl.zeros((ROWS, HEAD_DIM), tl.float32)
-    return m, l, o, m_total, l_total, o_total
+        tl.store(out + offset + column, result.to(out.dtype.element_ty), mask=is_query)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -322,6 +302,8 @@ def _rows_kernel(  # type: ignore[no-untyped-def]
     q,
     k_cache,
     v_cache,
+    k_source,
+    v_source,
     tiles,
     block_table,
     out,
@@ -334,11 +316,10 @@ def _rows_kernel(  # type: ignore[no-untyped-def]
     CHUNK: tl.constexpr,
     WINDOW: tl.constexpr,
     SCALE: tl.constexpr,
-    FLAT: tl.constexpr,
     TMA: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program per (tile, key-value head). Blocks that every row of the tile sees whole need no mask."""
+    """Program per (tile, key-value head). Blocks that every row of the tile sees need no mask."""
     NUM_QUERY_HEADS: tl.constexpr = NUM_KV_HEADS * GROUPS
     tile = tiles + tl.program_id(0) // NUM_KV_HEADS * 4
     head = tl.program_id(0) % NUM_KV_HEADS
@@ -357,46 +338,39 @@ def _rows_kernel(  # type: ignore[no-untyped-def]
     at = head_row[:, None] * HEAD_DIM + column[None, :]
     query = tl.load(q + at, mask=live, other=0.0)
     num_keys = start + num_tokens
-    first = 0
-    whole = (start + 1) // INNER * INNER
-    if WINDOW > 0:
-        first = tl.maximum(start - WINDOW + 1, 0) // INNER * INNER
-        whole = first
-    m = tl.full((ROWS,), float("-inf"), tl.float32)
-    l = tl.zeros((ROWS,), tl.float32)
-    o = tl.zeros((ROWS, HEAD_DIM), tl.float32)
-    m_total = m
-    l_total = l
-    o_total = o
-    if FLAT:
-        m, l, o, m_total, l_total, o_total = _attend_span(
-            query, k_cache, v_cache, table, head, position, first, whole, num_keys, m, l, o,
-            m_total, l_total, o_total,
-            NUM_KV_HEADS, HEAD_DIM, ROWS, INNER, CHUNK, WINDOW, SCALE, TMA, False,
-        )  # fmt: skip
-    else:
-        for c in range(first, whole // CHUNK * CHUNK, CHUNK):
-            m = tl.full((ROWS,), float("-inf"), tl.float32)
-            l = tl.zeros((ROWS,), tl.float32)
-            o = tl.zeros((ROWS, HEAD_DIM), tl.float32)
-            for n in range(c, c + CHUNK, INNER):
-                m, l, o = _fold_block(
-                    query, k_cache, v_cache, table, head, position, n, num_keys, m, l, o,
-                    NUM_KV_HEADS, HEAD_DIM, ROWS, INNER, WINDOW, SCALE, TMA, False,
-                )  # fmt: skip
-            m_total, l_total, o_total = merge_chunk(m_total, l_total, o_total, m, l, o)
+    first = first_seen_block(start, INNER, WINDOW)
+    whole = first  # keys below it need no mask
+    if WINDOW == 0:
+        whole = (start + 1) // INNER * INNER
+    m_total = tl.full((ROWS,), float("-inf"), tl.float32)
+    l_total = tl.zeros((ROWS,), tl.float32)
+    o_total = tl.zeros((ROWS, HEAD_DIM), tl.float32)
+    tail = whole // CHUNK * CHUNK
+    for c in range(first // CHUNK * CHUNK, tail, CHUNK):
         m = tl.full((ROWS,), float("-inf"), tl.float32)
         l = tl.zeros((ROWS,), tl.float32)
         o = tl.zeros((ROWS, HEAD_DIM), tl.float32)
-        for n in range(tl.maximum(whole // CHUNK * CHUNK, first), whole, INNER):
+        for n in range(c, c + CHUNK, INNER):
             m, l, o = _fold_block(
-                query, k_cache, v_cache, table, head, position, n, num_keys, m, l, o,
+                query, k_source, v_source, table, head, position, n, num_keys, m, l, o,
                 NUM_KV_HEADS, HEAD_DIM, ROWS, INNER, WINDOW, SCALE, TMA, False,
             )  # fmt: skip
-    m, l, o, m_total, l_total, o_total = _attend_span(
-        query, k_cache, v_cache, table, head, position, whole, num_keys, num_keys, m, l, o,
-        m_total, l_total, o_total,
-        NUM_KV_HEADS, HEAD_DIM, ROWS, INNER, CHUNK, WINDOW, SCALE, TMA, True,
-    )  # fmt: skip
-    m_total, l_total, o_total = merge_chunk(m_total, l_total, o_total, m, l, o)
-    tl.store(out + at, finish(o_total, l_total[:, None]).to(out.dtype.element_ty), mask=live)
+        m_total, l_total, o_total = merge_chunk(m_total, l_total, o_total, m, l, o)
+    for c in range(tail, num_keys, CHUNK):
+        m = tl.full((ROWS,), float("-inf"), tl.float32)
+        l = tl.zeros((ROWS,), tl.float32)
+        o = tl.zeros((ROWS, HEAD_DIM), tl.float32)
+        for n in range(tl.maximum(c, first), tl.minimum(c + CHUNK, num_keys), INNER):
+            m, l, o = _fold_block(
+                query, k_source, v_source, table, head, position, n, num_keys, m, l, o,
+                NUM_KV_HEADS, HEAD_DIM, ROWS, INNER, WINDOW, SCALE, TMA, True,
+            )  # fmt: skip
+        m_total, l_total, o_total = merge_chunk(m_total, l_total, o_total, m, l, o)
+    result = finish(o_total, l_total[:, None])
+    tl.store(out + at, result.to(out.dtype.element_ty), mask=live)
+    if tl.max(tl.max((live & (result != result)).to(tl.int32), 1), 0) > 0:
+        tl.debug_barrier()
+        _attend_tokens_alone(
+            q, k_cache, v_cache, table, out, tl.load(tile + 1), num_tokens, start, head,
+            NUM_KV_HEADS, GROUPS, HEAD_DIM, INNER, CHUNK, WINDOW, SCALE,
+        )  # fmt: skip
