@@ -21,10 +21,11 @@ from moe_runtime.engine.sampler import ScoredRow, num_logprobs, row_sampling
 from moe_runtime.engine.scheduler import ScheduledChunk
 from moe_runtime.engine.sequence import UNKNOWN_TOKEN, Sequence
 from moe_runtime.kernels.attention import BLOCK_SIZE
+from moe_runtime.kernels.attention_tiles import make_row_tiles
 from moe_runtime.kernels.attention_tree_triton import TREE
 from moe_runtime.kernels.attention_triton import CANONICAL_DECODE, DecodeSchedule
-from moe_runtime.kernels.prefill_attention_triton import CANONICAL_ROWS, RowSchedule, make_row_tiles
-from moe_runtime.kernels.sampling_triton import SamplingRows, sample, sample_greedy
+from moe_runtime.kernels.prefill_attention_triton import CANONICAL_ROWS, RowSchedule
+from moe_runtime.kernels.sampling_triton import SamplingRows, sample, greedy
 from moe_runtime.kernels.softmax_triton import log_softmax_stats, token_logprobs, top_logprobs
 from moe_runtime.kernels.tokens_triton import record_tokens, resolve_tokens
 from moe_runtime.layers.cuda_decoder import MAX_DECODE_ROWS, CudaDecoder, MixedInput, RowTiles
@@ -150,7 +151,7 @@ class CudaRunner(Runner):
         self.decoder.decode(
             token_ids, positions, table, num_tokens, self.kv_caches, schedule, self.logits[:bucket]
         )
-        sample_greedy(self.logits[:bucket], chosen, pdl=pdl)
+        greedy(self.logits[:bucket], chosen, pdl=pdl)
         record_tokens(chosen, slots, self.last_token, pdl=pdl)
 
     def _mixed(self, chunks: SequenceOf[ScheduledChunk], rows: list[LogitsRow]) -> LaunchedStep:
@@ -160,12 +161,13 @@ class CudaRunner(Runner):
         lens = [chunk.num_tokens for chunk in chunks]
         starts = [chunk.sequence.num_computed_tokens for chunk in chunks]
         tiles = self._tiles(lens, starts)
-        sizes = [1, num_tokens, num_tokens, num_tokens, 2 * num_tokens, num_seqs * self.max_blocks]
+        # int64 slots come first, where they are aligned.
+        sizes = [2 * num_tokens, num_tokens, num_tokens, num_tokens, 1, num_seqs * self.max_blocks]
         sizes += [part.size for _, part in tiles]
         host = self._inputs.next(sum(sizes))
         views = np.split(host, np.cumsum(sizes)[:-1])
-        views[0][0] = num_tokens
-        token_ids, slots, positions, slot_mapping = views[1], views[2], views[3], views[4].view(np.int64)
+        views[4][0] = num_tokens
+        slot_mapping, token_ids, slots, positions = views[0].view(np.int64), views[1], views[2], views[3]
         table = views[5].reshape(num_seqs, self.max_blocks)
         table.fill(-1)
         slots.fill(-1)
@@ -193,8 +195,8 @@ class CudaRunner(Runner):
             MixedInput(
                 token_ids=ids,
                 positions=parts[3],
-                slot_mapping=parts[4].view(torch.int64),
-                num_tokens=parts[0],
+                slot_mapping=parts[0].view(torch.int64),
+                num_tokens=parts[4],
                 block_table=parts[5].view(num_seqs, self.max_blocks),
                 tiles=[
                     RowTiles(schedule=schedule, tiles=part.view(-1, 4))
@@ -292,7 +294,7 @@ class CudaRunner(Runner):
         """``[R]`` int32 tokens: given ones, greedy ones, sampled ones; the sequences' slots take them."""
         chosen = torch.empty(len(rows), dtype=torch.int32, device=self.device)
         if is_greedy:
-            sample_greedy(logits, chosen)
+            greedy(logits, chosen)
         else:
             settings = [row_sampling(row, i) for i, row in enumerate(rows)]
             sample(logits, SamplingRows.of(settings, self.device), chosen)

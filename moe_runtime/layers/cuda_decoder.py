@@ -20,16 +20,18 @@ from moe_runtime.kernels.attention_triton import DecodeSchedule, attend_decode, 
 from moe_runtime.kernels.experts_triton import MAX_CAPACITY, down, gate_up
 from moe_runtime.kernels.gemm import PARTS
 from moe_runtime.kernels.gemm_triton import dense_gemm, dense_gemm_parts
-from moe_runtime.kernels.grouped_experts_triton import down_grouped, gate_up_grouped
-from moe_runtime.kernels.norm_triton import combine_residual_norm, embed_norm, merge_residual_norm
-from moe_runtime.kernels.prefill_attention_triton import (
-    RopeSchedule,
-    RowSchedule,
-    attend_rows,
-    rope_and_write,
+from moe_runtime.kernels.grouped_experts_triton import (
+    CANONICAL_GROUPED,
+    GroupedSchedules,
+    default_grouped_schedules,
+    down_grouped,
+    gate_up_grouped,
 )
+from moe_runtime.kernels.norm_triton import combine_residual_norm, embed_norm, merge_residual_norm
+from moe_runtime.kernels.prefill_attention_triton import RowSchedule, attend_rows
+from moe_runtime.kernels.rope_write_triton import RopeSchedule, rope_and_write
 from moe_runtime.kernels.router_triton import router_logits
-from moe_runtime.kernels.topk_triton import expert_order, topk
+from moe_runtime.kernels.topk_triton import expert_order, expert_tiles, max_expert_tiles, topk
 from moe_runtime.layers.rotary import RotaryTable
 from moe_runtime.models.model_config import ModelConfig
 
@@ -74,6 +76,9 @@ class MixedInput:
 class CudaDecoder:
     """A model on one GPU.
 
+    Attributes:
+        pdl: Launch kernels dependent on the one before; a schedule.
+
     Args:
         config: Model; every layer a mixture of experts, no attention bias.
         read: Gives tensors; read in the order of the layers.
@@ -102,6 +107,7 @@ class CudaDecoder:
         self.config = config
         self.dtype = dtype
         self.device = device
+        self.pdl = device.type == "cuda"
         rotary = RotaryTable(config.rope, config.head_dim, max_model_len)
         self.cos, self.sin = rotary.cos.to(device), rotary.sin.to(device)
 
@@ -143,7 +149,7 @@ class CudaDecoder:
         """
         config, eps, m = self.config, self.config.rms_norm_eps, token_ids.shape[0]
         b = self.buffers.rows(m)
-        pdl = self.device.type == "cuda"
+        pdl = self.pdl
         embed_norm(token_ids, self.embedding, self.layers[0].input_norm, eps, b.residual, b.normed)
         for layer, next_norm, (k_cache, v_cache) in zip(self.layers, self.next_norms, kv_caches, strict=True):
             dense_gemm(b.normed, layer.qkv, b.qkv, pdl=pdl)
@@ -171,7 +177,7 @@ class CudaDecoder:
         """Any rows, to hidden states ``[T, hidden]`` after the final norm (a view of a buffer)."""
         config, eps, num_tokens = self.config, self.config.rms_norm_eps, step.token_ids.shape[0]
         b = self.buffers.rows(num_tokens)
-        pdl = self.device.type == "cuda"
+        pdl = self.pdl
         few = num_tokens <= MAX_CAPACITY
         embed_norm(step.token_ids, self.embedding, self.layers[0].input_norm, eps, b.residual, b.normed)
         q = b.q.view(num_tokens, config.num_attention_heads, config.head_dim)
@@ -200,13 +206,27 @@ class CudaDecoder:
                 gate_up(b.normed, layer.w13, slot_table, b.topk_ids, b.mid, pdl=pdl)
                 down(b.mid, layer.w2, slot_table, b.topk_ids, b.topk_weights, b.expert_rows, pdl=pdl)
             else:
-                order = expert_order(b.topk_ids, config.num_experts, pdl=pdl)
-                gate_up_grouped(
-                    b.normed, layer.w13, order, b.mid, num_topk=config.num_experts_per_tok, pdl=pdl
-                )
-                down_grouped(b.mid, layer.w2, order, b.topk_weights, b.expert_rows, pdl=pdl)
+                self._grouped_experts(layer, b, pdl)
             combine_residual_norm(b.expert_rows, b.residual, next_norm, eps, b.residual, b.normed, pdl=pdl)
         return b.normed
+
+    def _grouped_experts(self, layer: _Layer, b: _Rows, pdl: bool) -> None:
+        """Experts over expert-major rows; the gathered rows use the room of the expert rows, which follow them."""
+        num_pairs, num_experts = b.mid.shape[0], self.config.num_experts
+        schedules = default_grouped_schedules(num_pairs, num_experts)
+        if self.dtype == torch.float32:
+            schedules = GroupedSchedules(gate_up=CANONICAL_GROUPED, down=CANONICAL_GROUPED)
+        order = expert_order(b.topk_ids, num_experts, pdl=pdl)
+        tile_rows = schedules.gate_up.row_tile
+        max_tiles = max_expert_tiles(num_pairs, num_experts, tile_rows)
+        tiles = expert_tiles(order.first_row, tile_rows, max_tiles, pdl=pdl)
+        gathered = b.expert_rows.view(num_pairs, -1)
+        gate_up_grouped(
+            b.normed, layer.w13, order, tiles, b.mid, gathered=gathered, schedule=schedules.gate_up, pdl=pdl
+        )
+        down_grouped(
+            b.mid, layer.w2, order, tiles, b.topk_weights, b.expert_rows, schedule=schedules.down, pdl=pdl
+        )
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[rows, vocab]`` float32 from ``[rows, hidden]``."""
