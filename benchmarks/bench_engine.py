@@ -1,0 +1,151 @@
+"""The offline engine on one GPU: decode step times, prefill, throughput, and equal bits beside them.
+
+    python benchmarks/bench_engine.py --output benchmarks/results/engine_h200.json
+
+Qwen3-30B-A3B dimensions, dummy bf16 weights, uniform token ids, end-of-sequence ignored. A decode step is (time for 128
+outputs minus time for 1) / 127, through the whole engine: scheduling, sampling and copies included. Medians of
+``--repeats`` after a warm-up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_runtime.engine.llm import LLM
+from moe_runtime.engine.request import SamplingParams
+from shapes import write_config
+
+BYTE_FLOOR_MS = {1: 1.4, 8: 6.1, 32: 12.5, 128: 14.6}
+"""Bytes of weights and keys a step must read at 4.5 TB/s, counted for uniform routing."""
+
+
+def main() -> None:
+    """Run the parts asked for and write one JSON file."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--parts", default="bits,decode,prefill,throughput")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--eager", action="store_true")
+    options = parser.parse_args()
+    result: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "model": "Qwen3-30B-A3B dimensions, dummy bf16",
+        "num_layers": options.layers,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_config(Path(folder), num_hidden_layers=options.layers)
+        start_s = time.perf_counter()
+        llm = LLM(
+            str(model),
+            load_format="dummy",
+            max_model_len=4096,
+            max_num_seqs=256,
+            max_num_batched_tokens=16384,
+            enforce_eager=options.eager,
+        )
+        torch.cuda.synchronize()
+    result["load_s"] = time.perf_counter() - start_s
+    print(f"loaded in {result['load_s']:.1f} s, {llm.limits.max_kv_tokens // 64} KV blocks", flush=True)
+    bench = _Bench(llm, options.repeats)
+    for part in options.parts.split(","):
+        start_s = time.perf_counter()
+        result[part] = getattr(bench, part)()
+        print(f"{part} took {time.perf_counter() - start_s:.1f} s", flush=True)
+        options.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+class _Bench:
+    """One loaded engine."""
+
+    def __init__(self, llm: LLM, repeats: int) -> None:
+        self.llm = llm
+        self.repeats = repeats
+        self.generator = torch.Generator().manual_seed(1)
+
+    def prompts(self, num: int, length: int) -> list[list[int]]:
+        vocab = self.llm.limits.vocab_size
+        return torch.randint(0, vocab, (num, length), generator=self.generator).tolist()
+
+    def run_s(self, num: int, num_in: int, num_out: int) -> float:
+        prompts = self.prompts(num, num_in)
+        params = SamplingParams(temperature=0.0, max_tokens=num_out, ignore_eos=True)
+        torch.cuda.synchronize()
+        start_s = time.perf_counter()
+        self.llm.generate(prompts, params)
+        torch.cuda.synchronize()
+        return time.perf_counter() - start_s
+
+    def decode(self) -> list[dict[str, float]]:
+        """Milliseconds per decode step at 1, 8, 32, 128 sequences, 128 in, 128 out."""
+        rows = []
+        for num in (1, 8, 32, 128):
+            self.run_s(num, 128, 128)
+            steps = [
+                (self.run_s(num, 128, 128) - self.run_s(num, 128, 1)) / 127 * 1e3 for _ in range(self.repeats)
+            ]
+            ms = statistics.median(steps)
+            rows.append({"num_seqs": num, "ms": ms, "floor_ms": BYTE_FLOOR_MS[num]})
+            print(
+                f"decode {num}: {ms:.2f} ms per step ({BYTE_FLOOR_MS[num] / ms:.0%} of the byte floor)",
+                flush=True,
+            )
+        return rows
+
+    def prefill(self) -> dict[str, float]:
+        """Prefill tokens per second, 16 prompts of 2,048 tokens."""
+        self.run_s(16, 2048, 1)
+        rates = [16 * 2048 / self.run_s(16, 2048, 1) for _ in range(self.repeats)]
+        print(f"prefill: {statistics.median(rates):,.0f} tokens/s", flush=True)
+        return {"tokens_per_s": statistics.median(rates)}
+
+    def throughput(self) -> dict[str, float]:
+        """Output tokens per second, 256 requests of 512 in, 128 out."""
+        self.run_s(256, 512, 16)
+        rates = [256 * 128 / self.run_s(256, 512, 128) for _ in range(self.repeats)]
+        print(f"throughput: {statistics.median(rates):,.0f} output tokens/s", flush=True)
+        return {"output_tokens_per_s": statistics.median(rates)}
+
+    def bits(self) -> dict[str, Any]:
+        """64 prompts of 16 to 1,023 tokens, 32 greedy tokens, top-5: alone, in 8, in 64, reversed, twice, scored."""
+        lengths = torch.randint(16, 1024, (64,), generator=self.generator).tolist()
+        prompts = [self.prompts(1, length)[0] for length in lengths]
+        params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True, logprobs=5, seed=0)
+
+        def run(which: list[int]) -> dict[int, Any]:
+            results = self.llm.generate([prompts[i] for i in which], params)
+            return {i: result.outputs[0] for i, result in zip(which, results, strict=True)}
+
+        everything = list(range(64))
+        reference = run(everything)
+        found: dict[str, Any] = {
+            "twice": run(everything) == reference,
+            "reversed": run(everything[::-1]) == reference,
+            "in 8": {i: o for k in range(0, 64, 8) for i, o in run(everything[k : k + 8]).items()}
+            == reference,
+            "alone": {i: run([i])[i] for i in everything[:16]} == {i: reference[i] for i in everything[:16]},
+        }
+        scored = SamplingParams(max_tokens=0, prompt_logprobs=5, temperature=0.0)
+        whole = [prompts[i] + list(reference[i].token_ids) for i in everything[:16]]
+        prefilled = self.llm.generate(whole, scored)
+        found["prefill = decode"] = all(
+            tuple(result.prompt_logprobs or ())[-32:] == reference[i].logprobs
+            for i, result in zip(everything[:16], prefilled, strict=True)
+        )
+        print("bits:", found, flush=True)
+        return found
+
+
+if __name__ == "__main__":
+    main()
