@@ -21,6 +21,7 @@ __all__ = [
     "MAX_NOISE",
     "gumbel_noise",
     "gumbel_noise_reference",
+    "int64_bits",
     "mass_of",
     "noise_of",
     "philox_word",
@@ -48,7 +49,9 @@ def gumbel_noise(seed: int, position: int, token_ids: torch.Tensor, *, pdl: bool
     """
     out = torch.empty(token_ids.shape, dtype=torch.float32, device=token_ids.device)
     if token_ids.numel():
-        key = torch.tensor([_signed(seed), _signed(position)], dtype=torch.int64, device=token_ids.device)
+        key = torch.tensor(
+            [int64_bits(seed), int64_bits(position)], dtype=torch.int64, device=token_ids.device
+        )
         _noise_kernel[triton.cdiv(token_ids.numel(), _BLOCK),](
             key,
             token_ids,
@@ -65,6 +68,11 @@ def gumbel_noise_reference(seed: int, position: int, token_ids: torch.Tensor) ->
     """The CPU's noise, fp64, rounded to float32."""
     noise = sampling.gumbel_noise(seed, position % 2**64, token_ids.cpu().numpy().astype(np.int64))
     return torch.from_numpy(noise).float().to(token_ids.device)
+
+
+def int64_bits(value: int) -> int:
+    """The int64 with the low 64 bits of ``value``."""
+    return (value + 2**63) % 2**64 - 2**63
 
 
 @triton.jit
@@ -125,8 +133,3 @@ def _noise_kernel(key, token_ids, out, num_ids, BLOCK: tl.constexpr, PDL: tl.con
     inside = elements < num_ids
     ids = tl.load(token_ids + elements, mask=inside, other=0)
     tl.store(out + elements, noise_of(tl.load(key), tl.load(key + 1), ids), mask=inside)
-
-
-def _signed(value: int) -> int:
-    """The int64 with the low 64 bits of ``value``."""
-    return (value + 2**63) % 2**64 - 2**63

@@ -21,9 +21,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 
 from moe_runtime.kernels.cutoff_triton import (
     CUTOFF_SCHEDULES,
@@ -36,6 +38,7 @@ from moe_runtime.kernels.gumbel_triton import (
     MASS_SCALE,
     MAX_NOISE,
     gumbel_noise_reference,
+    int64_bits,
     mass_of,
     noise_of,
     scaled_logit,
@@ -70,6 +73,7 @@ MAX_SMALL_TOP_K = 32
 """Up to this many ranks are kept in one program; a larger top-k needs the search."""
 
 _SMALL_TOP_K = tl.constexpr(MAX_SMALL_TOP_K)
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,21 +121,29 @@ class SamplingRows:
 
     @classmethod
     def of(cls, rows: Sequence[RowSampling], device: torch.device | str) -> SamplingRows:
-        """Settings of ``rows`` (copies to the device), with the searches they need."""
-
-        def column(values: list[float] | list[int], dtype: torch.dtype) -> torch.Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)
-
-        searched = [row for row in rows if row.temperature > 0]
+        """Settings of ``rows`` by one copy, from pinned memory to a GPU (no host sync), and the searches they need."""
+        num_rows = len(rows)
+        padded = triton.cdiv(num_rows, 4) * 4  # each column starts at a multiple of 16 bytes
+        host = torch.zeros(4, padded, dtype=torch.int64, pin_memory=torch.device(device).type == "cuda")
+        integers, halves = host.numpy(), host.view(torch.int32).numpy()
+        integers[0, :num_rows] = [int64_bits(row.seed) for row in rows]
+        integers[1, :num_rows] = [int64_bits(row.position) for row in rows]
+        halves[2, :num_rows] = [min(row.top_k, 2**31 - 1) for row in rows]
+        halves[2, padded : padded + num_rows] = _float_bits([row.temperature for row in rows])
+        halves[3, :num_rows] = _float_bits([row.top_p for row in rows])
+        halves[3, padded : padded + num_rows] = _float_bits([row.min_p for row in rows])
+        moved = host.to(device, non_blocking=True)
+        moved_halves, moved_floats = moved.view(torch.int32), moved.view(torch.float32)
+        sampled = [row for row in rows if row.temperature > 0]
         return cls(
-            temperature=column([row.temperature for row in rows], torch.float32),
-            top_k=column([min(row.top_k, 2**31 - 1) for row in rows], torch.int32),
-            top_p=column([row.top_p for row in rows], torch.float32),
-            min_p=column([row.min_p for row in rows], torch.float32),
-            seeds=column([_signed(row.seed) for row in rows], torch.int64),
-            positions=column([_signed(row.position) for row in rows], torch.int64),
-            search_top_k=any(row.top_k > MAX_SMALL_TOP_K for row in searched),
-            search_top_p=any(row.top_p < 1 and not 0 < row.top_k <= MAX_SMALL_TOP_K for row in searched),
+            temperature=moved_floats[2, padded : padded + num_rows],
+            top_k=moved_halves[2, :num_rows],
+            top_p=moved_floats[3, :num_rows],
+            min_p=moved_floats[3, padded : padded + num_rows],
+            seeds=moved[0, :num_rows],
+            positions=moved[1, :num_rows],
+            search_top_k=any(row.top_k > MAX_SMALL_TOP_K for row in sampled),
+            search_top_p=any(row.top_p < 1 and not 0 < row.top_k <= MAX_SMALL_TOP_K for row in sampled),
         )
 
 
@@ -389,6 +401,6 @@ def _least_mass(min_p):  # type: ignore[no-untyped-def]
     return tl.ceil(min_p * MASS_SCALE).to(tl.int64)
 
 
-def _signed(value: int) -> int:
-    """The int64 with the low 64 bits of ``value``."""
-    return (value + 2**63) % 2**64 - 2**63
+def _float_bits(values: list[float]) -> NDArray[np.int32]:
+    """Bits of the nearest float32; the largest finite one for larger values."""
+    return np.minimum(values, _MAX_FLOAT32).astype(np.float32).view(np.int32)

@@ -169,6 +169,24 @@ def test_control_another_seed_or_position_gives_other_tokens():
     assert sample_of(logits, [RowSampling(seed=row.seed + 1, position=row.position) for row in rows]) != found
 
 
+def test_settings_arrive_as_they_are():
+    rows = [
+        RowSampling(temperature=0.7, top_k=40, top_p=0.9, min_p=0.1, seed=2**64 - 1, position=2**40),
+        RowSampling(temperature=1e300, top_k=2**40, seed=5, position=7),
+        RowSampling(temperature=0.0, top_k=-1, top_p=0.5),
+    ]
+    settings = SamplingRows.of(rows, DEVICE)
+    assert settings.temperature.tolist() == pytest.approx([0.7, 3.4028235e38, 0.0])
+    assert settings.top_k.tolist() == [40, 2**31 - 1, -1]
+    assert settings.top_p.tolist() == pytest.approx([0.9, 1.0, 0.5])
+    assert settings.min_p.tolist() == pytest.approx([0.1, 0.0, 0.0])
+    assert settings.seeds.tolist() == [-1, 5, 0]
+    assert settings.positions.tolist() == [2**40, 7, 0]
+    assert (settings.search_top_k, settings.search_top_p) == (True, True)
+    only_greedy = SamplingRows.of(rows[2:], DEVICE)
+    assert (only_greedy.search_top_k, only_greedy.search_top_p) == (False, False)
+
+
 def test_no_rows():
     logits = torch.zeros(0, 9)
     assert greedy_of(logits) == []
