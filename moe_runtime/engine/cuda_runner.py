@@ -95,7 +95,7 @@ class CudaRunner(Runner):
         for done, bucket in enumerate(buckets):
             if on_progress is not None:
                 on_progress(done, len(buckets))
-            self.graphs.capture(bucket, "serial")
+            self._prepare_graph(bucket, "serial")
 
     @torch.inference_mode()
     def launch(self, chunks: SequenceOf[ScheduledChunk], tokens_per_rank: SequenceOf[int]) -> LaunchedStep:
@@ -112,13 +112,15 @@ class CudaRunner(Runner):
     def _decode(self, chunks: SequenceOf[ScheduledChunk], rows: list[LogitsRow], bucket: int) -> LaunchedStep:
         """One row per sequence; the rows' order is the chunks'."""
         num_rows = len(chunks)
+        longest = 1 + max(chunk.sequence.num_computed_tokens for chunk in chunks)
+        variant = "serial" if longest <= TREE.chunk_keys else "split"
+        self._prepare_graph(bucket, variant)
         size = 1 + bucket * (3 + self.max_blocks)
         host = self._inputs.next(size)
         host.fill(-1)
         host[0] = num_rows
         token_ids, slots, positions, table = np.split(host[1:], [bucket, 2 * bucket, 3 * bucket])
         table = table.reshape(bucket, self.max_blocks)
-        longest = 0
         for i, chunk in enumerate(chunks):
             sequence = chunk.sequence
             position = sequence.num_computed_tokens
@@ -126,14 +128,20 @@ class CudaRunner(Runner):
             slots[i] = self._slots.slot(sequence)
             positions[i] = position
             table[i, : len(sequence.block_ids)] = sequence.block_ids
-            longest = max(longest, position + 1)
         self._inputs.upload(size, self._decode_inputs)
-        variant = "serial" if longest <= TREE.chunk_keys else "split"
         if self.graphs is not None:
             self.graphs.replay(bucket, variant)
         else:
             self._launch_decode(bucket, variant)
         return self._score(rows, self.logits[:num_rows], greedy_done=True)
+
+    def _prepare_graph(self, bucket: int, variant: str) -> None:
+        """Capture a graph that is not there yet, on inert inputs; the step's own are uploaded afterwards."""
+        if self.graphs is None or self.graphs.has(bucket, variant):
+            return
+        self._decode_inputs.fill_(-1)
+        self._decode_inputs[0] = 0
+        self.graphs.capture(bucket, variant)
 
     def _launch_decode(self, bucket: int, variant: str) -> None:
         """Everything of a decode step that can be captured: from the inputs' buffer to greedy tokens."""

@@ -36,7 +36,7 @@ class DecodeGraphs:
         self._pool: tuple[int, int] | None = None
 
     def capture(self, bucket: int, variant: str) -> None:
-        """Run once to compile, then capture.
+        """Run once to compile, then capture. The run must find inert inputs: it is no step of anybody.
 
         Raises:
             RuntimeError: naming the bucket and what to change.
@@ -56,10 +56,12 @@ class DecodeGraphs:
         self._pool = self._pool or graph.pool()
         self._graphs[bucket, variant] = graph
 
+    def has(self, bucket: int, variant: str) -> bool:
+        """Whether that step has been captured."""
+        return (bucket, variant) in self._graphs
+
     def replay(self, bucket: int, variant: str) -> None:
-        """Launch a captured step; captures it first where that has not been done."""
-        if (bucket, variant) not in self._graphs:
-            self.capture(bucket, variant)
+        """Launch a captured step."""
         self._graphs[bucket, variant].replay()
 
     def __len__(self) -> int:
