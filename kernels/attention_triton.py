@@ -223,7 +223,7 @@ def attend_decode_reference(
     for row, position in enumerate(positions.tolist()):
         if position < 0:
             continue
-        q, k, v = heads[row : row + 1].split([num_query_heads, num_kv_heads, num_kv_heads], dim=1)
+        q, k, v = heads[row : row + 1].tensor_split((num_query_heads, num_query_heads + num_kv_heads), dim=1)
         angles = cos[position : position + 1], sin[position : position + 1]
         q = norm_rope_reference(q, q_norm, eps, *angles)
         k = norm_rope_reference(k, k_norm, eps, *angles)

@@ -130,7 +130,7 @@ def rope_and_write_reference(
     num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     num_query_heads = heads.shape[1] - 2 * num_kv_heads
-    q, k, v = heads.split([num_query_heads, num_kv_heads, num_kv_heads], dim=1)
+    q, k, v = heads.tensor_split((num_query_heads, num_query_heads + num_kv_heads), dim=1)
     live = positions >= 0
     at = positions.clamp(min=0).long()
     q = norm_rope_reference(q, q_norm, eps, cos[at], sin[at])

@@ -97,7 +97,8 @@ def test_work_counts_visible_keys():
 def test_gathered_keys_and_the_reference_softmax():
     cache = torch.arange(4 * 1 * 64 * 2, dtype=torch.float32).view(4, 1, 64, 2)
     keys = gather_kv(cache, torch.tensor([2, 0], dtype=torch.int32), 66)
-    assert torch.equal(keys[:64], cache[2, 0][:, None]) and torch.equal(keys[64:], cache[0, 0, :2][:, None])
+    assert torch.equal(keys[:64], cache[2, 0][:, None])
+    assert torch.equal(keys[64:], cache[0, 0, :2][:, None])
     q = torch.randn(3, 2, 8)
     k, v = torch.randn(5, 1, 8), torch.randn(5, 1, 8)
     expected = torch.nn.functional.scaled_dot_product_attention(

@@ -184,6 +184,9 @@ def test_no_tiles_and_float32_schedules():
     attend_rows(out.view(0, 8, 32), step.k_cache, step.v_cache, tiles, step.block_table, out)
 
 
+GPU_SHAPES = [(4, 8, 128, None), (2, 8, 64, None), (2, 3, 128, 300), (2, 1, 32, None)]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", HOSTILE_KINDS)
 @pytest.mark.parametrize("tree", [TREE, AttentionTree(inner_keys=64, chunk_keys=256)], ids=str)
@@ -191,21 +194,20 @@ def test_on_a_gpu_rows_have_the_bits_of_decode_in_every_schedule(tree, kind):
     if DEVICE != "cuda":
         pytest.skip("needs a CUDA device")
     edges = [63, 127, 255, 511, 1023, 1024, 0, 2499]
-    for num_kv_heads, num_groups, head_dim, window in (
-        (4, 8, 128, None), (2, 8, 64, None), (2, 3, 128, 300), (2, 1, 32, None),
-    ):  # fmt: skip
+    for num_kv_heads, num_groups, head_dim, window in GPU_SHAPES if tree == TREE else GPU_SHAPES[:1]:
         heads = {"num_kv_heads": num_kv_heads, "num_groups": num_groups, "head_dim": head_dim}
         step = make_step([3] * 7 + [150], [max(edge - 1, 0) for edge in edges], kind=kind, **heads)
         expected = run_rows(step, tree=tree, window=window)
         assert bool(expected[0].isfinite().all())
-        for i, schedule in enumerate(ROW_SCHEDULES):
+        chosen = ROW_SCHEDULES if head_dim == 128 and window is None else ROW_SCHEDULES[2::2]
+        for i, schedule in enumerate(chosen):
             rope = ROPE_SCHEDULES[i % len(ROPE_SCHEDULES)]
             actual = run_rows(step, schedule, rope, tree=tree, window=window, pdl=i % 2 == 1)
             for got, want in zip(actual, expected, strict=True):
                 assert_bits_equal(got, want, f"{schedule}, D {head_dim}, G {num_groups}")
         few = take_sequences(step, list(range(7)))
         for split in (False, True):
-            schedule = DecodeSchedule(split=split, num_warps=4, num_stages=2)
+            schedule = DecodeSchedule(split=split, num_warps=4, num_stages=2, early_reads=True)
             decode = row_by_row(few, partial(run_decode, schedule=schedule, tree=tree, window=window))
             assert_bits_equal(decode[0], expected[0][:21], f"decode, split {split}, D {head_dim}")
 
