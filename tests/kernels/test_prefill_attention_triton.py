@@ -78,7 +78,7 @@ def row_by_row(step, run):
     ],
 )
 def test_agrees_with_the_reference(num_groups, head_dim, dtype, window):
-    step = make_step([5, 1, 4], [60, 200, 0], num_groups=num_groups, head_dim=head_dim, dtype=dtype)
+    step = make_step([3, 1, 2], [62, 130, 0], num_groups=num_groups, head_dim=head_dim, dtype=dtype)
     schedules = FORMS if dtype == torch.bfloat16 else FORMS[:1]
     expected = reference(step, window)
     for schedule in schedules:
