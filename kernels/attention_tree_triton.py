@@ -13,8 +13,8 @@ is rounded to the dtype of the values; row sums are the rounded p times a column
 bits of ``tl.sum`` depend on warps and tile; o * alpha is the accumulator that the chain p @ v goes on from. Merging is
 fp32. A contribution that a row may not see is the identity: its p is 0, its alpha 1, and a value that is not finite
 reaches only rows that see its key. The result is o / l, rounded once; it is NaN wherever it is not finite (so that
-infinity and NaN do not depend on the schedule), and zero is positive. Sums of squares of q/k norm are the diagonal of
-x @ x^T.
+infinity and NaN do not depend on the schedule), and zero is positive. Sums of squares of q/k norm are exact
+integers (``head_sums_of_squares``).
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ __all__ = [
     "first_seen_block",
     "fold_seen_block",
     "gather_kv",
+    "head_sums_of_squares",
     "merge_chunk",
     "norm_rope_reference",
     "normalize_and_rotate",
@@ -73,6 +74,27 @@ TREE = AttentionTree(inner_keys=128, chunk_keys=512)
 
 
 @triton.jit
+def head_sums_of_squares(a, b):  # type: ignore[no-untyped-def]
+    """``[ROWS]`` fp32 sums of squares over both halves of each row's head; a pure function of the set of values.
+
+    As ``row_sum_of_squares`` in kernels/norm_triton.py: squares, scaled by the power of two of the row's largest value,
+    add as int64 multiples of 2^-44, so that no layout, warp count or tile has a say.
+    """
+    bits_a = a.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    bits_b = b.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    largest = tl.maximum(tl.max(bits_a, 1), tl.max(bits_b, 1))
+    exponent = tl.minimum(tl.maximum(largest >> 23, 1), 254)
+    scale = ((255 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+    unscale = ((exponent - 1) << 23).to(tl.float32, bitcast=True)
+    scaled_a = tl.where(bits_a < 0x7F800000, a * scale, 0.0)
+    scaled_b = tl.where(bits_b < 0x7F800000, b * scale, 0.0)
+    squares = (scaled_a * scaled_a * 17592186044416.0).to(tl.int64)  # 2^44
+    squares += (scaled_b * scaled_b * 17592186044416.0).to(tl.int64)
+    finite = tl.sum(squares, 1).to(tl.float32) * 5.684341886080802e-14 * unscale * unscale
+    return tl.where(largest < 0x7F800000, finite, largest.to(tl.float32, bitcast=True))
+
+
+@triton.jit
 def normalize_and_rotate(  # type: ignore[no-untyped-def]
     a,
     b,
@@ -88,10 +110,7 @@ def normalize_and_rotate(  # type: ignore[no-untyped-def]
     """RMSNorm of heads and RoPE: one rounding each. ``a`` and ``b`` [ROWS, D / 2] are the halves of each row's head."""
     dtype: tl.constexpr = a.dtype
     if HAS_NORM:
-        squares = tl.dot(a, tl.trans(a), input_precision="ieee")
-        squares = tl.dot(b, tl.trans(b), squares, input_precision="ieee")
-        row = tl.arange(0, ROWS)
-        mean = tl.sum(tl.where(row[:, None] == row[None, :], squares, 0.0), 1) / HEAD_DIM
+        mean = head_sums_of_squares(a.to(tl.float32), b.to(tl.float32)) * (1.0 / HEAD_DIM)
         inverse = tl.rsqrt(mean + eps)[:, None]
         a = (a.to(tl.float32) * inverse * weight_a).to(dtype)
         b = (b.to(tl.float32) * inverse * weight_b).to(dtype)

@@ -115,7 +115,7 @@ GROUPED_DOWN_SCHEDULES = (
 def default_grouped_schedules(num_pairs: int, num_experts: int) -> GroupedSchedules:
     """By rows per expert: tiles of 128 from 96 on average (H200, measured at 512 a expert), else of 64."""
     if num_pairs >= 96 * num_experts:
-        return GroupedSchedules(gate_up=GROUPED_GATE_UP_SCHEDULES[1], down=GROUPED_DOWN_SCHEDULES[1])
+        return GroupedSchedules(gate_up=GROUPED_GATE_UP_SCHEDULES[3], down=GROUPED_DOWN_SCHEDULES[1])
     return GroupedSchedules(gate_up=GROUPED_GATE_UP_SCHEDULES[6], down=GROUPED_DOWN_SCHEDULES[5])
 
 

@@ -4,7 +4,7 @@ Decode does the same inside its attention kernel, with the same device helper an
 
 Symbols: T tokens, Hq / Hkv query / key-value heads, G = Hq / Hkv (1 to 8), D head_dim (32, 64 or 128).
 
-Numerics: sums of squares are the diagonal of x @ x^T, one fp32 chain whatever the tile; the norm is fp32, rounded once
+Numerics: sums of squares are exact integers, whatever the tile; the norm is fp32, rounded once
 after the weight; RoPE is fp32 without fma, rounded once.
 """
 
@@ -44,6 +44,7 @@ class RopeSchedule:
 CANONICAL_ROPE = RopeSchedule(num_tokens=1, num_warps=1)
 ROPE_SCHEDULES = (
     CANONICAL_ROPE,
+    RopeSchedule(num_tokens=1, num_warps=2),
     RopeSchedule(num_tokens=2, num_warps=2),
     RopeSchedule(num_tokens=4, num_warps=4),
     RopeSchedule(num_tokens=8, num_warps=8),

@@ -34,7 +34,7 @@ __all__ = [
     "topk_reference",
 ]
 
-COUNT_BLOCK = 64  # pairs per program of the counting sort
+COUNT_BLOCK = 128  # pairs per program of the counting sort
 TILE_BLOCK = 64  # row tiles per program of expert_tiles
 
 
@@ -320,8 +320,9 @@ def _count(  # type: ignore[no-untyped-def]
     wait_for_previous(PDL)
     block = tl.program_id(0)
     e = tl.arange(0, EP)
-    local = _local_experts(ids, block * BLOCK + tl.arange(0, BLOCK), num_pairs, offset, E)
-    count = tl.sum((local[:, None] == e[None, :]).to(tl.int32), 0)
+    pair = block * BLOCK + tl.arange(0, BLOCK)
+    local = _local_experts(ids, pair, num_pairs, offset, E)
+    count = tl.histogram(tl.maximum(local, 0), EP, mask=pair < num_pairs)
     tl.store(counts + e * num_blocks + block, count, mask=e <= E)
 
 
@@ -352,7 +353,7 @@ def _place(  # type: ignore[no-untyped-def]
     first = tl.cumsum(total, 0) - total
     before = first + tl.load(counts + e * num_blocks + block, mask=e <= E, other=0)
     rank = tl.sum(((local[None, :] == local[:, None]) & (i[None, :] < i[:, None])).to(tl.int32), 1)
-    row = tl.sum(tl.where(local[:, None] == e[None, :], before[None, :], 0), 1) + rank
+    row = tl.gather(before, tl.maximum(local, 0), 0) + rank
     tl.store(order + row, pair, mask=pair < num_pairs)
     if block == 0:
         tl.store(first_row + e, first, mask=e <= E)

@@ -25,7 +25,7 @@ from moe_runtime.kernels.attention_tiles import make_row_tiles
 from moe_runtime.kernels.attention_tree_triton import TREE
 from moe_runtime.kernels.attention_triton import CANONICAL_DECODE, DecodeSchedule
 from moe_runtime.kernels.prefill_attention_triton import CANONICAL_ROWS, RowSchedule
-from moe_runtime.kernels.sampling_triton import SamplingRows, sample, greedy
+from moe_runtime.kernels.sampling_triton import SamplingRows, greedy, sample
 from moe_runtime.kernels.softmax_triton import log_softmax_stats, token_logprobs, top_logprobs
 from moe_runtime.kernels.tokens_triton import record_tokens, resolve_tokens
 from moe_runtime.layers.cuda_decoder import MAX_DECODE_ROWS, CudaDecoder, MixedInput, RowTiles
@@ -38,7 +38,7 @@ LOGITS_ROWS = 256
 SERIAL = DecodeSchedule(split=False, num_warps=4, num_stages=2, early_reads=True)
 SPLIT = DecodeSchedule(split=True, num_warps=4, num_stages=2, early_reads=True)
 FEW_ROWS = RowSchedule(block_rows=16, num_warps=4, num_stages=2)
-MANY_ROWS = RowSchedule(block_rows=128, num_warps=8, num_stages=2)
+MANY_ROWS = RowSchedule(block_rows=128, num_warps=8, num_stages=2, tma=True)
 MANY_ROWS_FROM = 4
 
 
@@ -85,6 +85,9 @@ class CudaRunner(Runner):
         self._token_ids = torch.zeros(MAX_DECODE_ROWS, dtype=torch.int32, device=self.device)
         self.logits = torch.zeros(LOGITS_ROWS, config.vocab_size, dtype=torch.float32, device=self.device)
         self.chosen = torch.zeros(LOGITS_ROWS, dtype=torch.int32, device=self.device)
+        self._num_multiprocessors = 132
+        if self.device.type == "cuda":
+            self._num_multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
         self.graphs = DecodeGraphs(self._launch_decode) if use_graphs and self.device.type == "cuda" else None
 
     def capture_graphs(self, on_progress: Callable[[int, int], None] | None = None) -> None:
@@ -113,7 +116,7 @@ class CudaRunner(Runner):
         """One row per sequence; the rows' order is the chunks'."""
         num_rows = len(chunks)
         longest = 1 + max(chunk.sequence.num_computed_tokens for chunk in chunks)
-        variant = "serial" if longest <= TREE.chunk_keys else "split"
+        variant = self._attention_variant(longest, bucket)
         self._prepare_graph(bucket, variant)
         size = 1 + bucket * (3 + self.max_blocks)
         host = self._inputs.next(size)
@@ -134,6 +137,11 @@ class CudaRunner(Runner):
         else:
             self._launch_decode(bucket, variant)
         return self._score(rows, self.logits[:num_rows], greedy_done=True)
+
+    def _attention_variant(self, longest: int, bucket: int) -> str:
+        """Chunks in programs of their own where contexts are long and rows alone would not fill the GPU."""
+        fills = bucket * self.decoder.config.num_kv_heads > self._num_multiprocessors
+        return "serial" if longest <= TREE.chunk_keys or fills else "split"
 
     def _prepare_graph(self, bucket: int, variant: str) -> None:
         """Capture a graph that is not there yet, on inert inputs; the step's own are uploaded afterwards."""
@@ -240,7 +248,7 @@ class CudaRunner(Runner):
         """Logits of the wanted rows, in slices."""
         if not rows:
             return LaunchedStep(rows, list)
-        index = torch.tensor([row.token_idx for row in rows], dtype=torch.int64, device=self.device)
+        index = self._upload([row.token_idx for row in rows])
         steps = []
         for first in range(0, len(rows), LOGITS_ROWS):
             part = rows[first : first + LOGITS_ROWS]
@@ -307,13 +315,16 @@ class CudaRunner(Runner):
             settings = [row_sampling(row, i) for i, row in enumerate(rows)]
             sample(logits, SamplingRows.of(settings, self.device), chosen)
         if any(token is not None for token in given):
-            fixed = torch.tensor(
-                [-1 if t is None else t for t in given], dtype=torch.int32, device=self.device
-            )
+            fixed = self._upload([-1 if t is None else t for t in given])
             chosen = torch.where(fixed >= 0, fixed, chosen)
         slots = [-1 if row.prompt_position is not None else self._slots.slot(row.sequence) for row in rows]
-        record_tokens(chosen, torch.tensor(slots, dtype=torch.int32, device=self.device), self.last_token)
+        record_tokens(chosen, self._upload(slots), self.last_token)
         return chosen
+
+    def _upload(self, values: list[int]) -> torch.Tensor:
+        """``[len]`` int32 on the device, copied without waiting for the device's work."""
+        host = torch.tensor(values, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        return host.to(self.device, non_blocking=True)
 
 
 class _SequenceSlots:

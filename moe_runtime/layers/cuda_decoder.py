@@ -237,7 +237,7 @@ class CudaDecoder:
     @property
     def _rope_schedule(self) -> RopeSchedule:
         few = self.dtype == torch.float32
-        return RopeSchedule(num_tokens=1, num_warps=1) if few else RopeSchedule(num_tokens=4, num_warps=4)
+        return RopeSchedule(num_tokens=1, num_warps=1) if few else RopeSchedule(num_tokens=1, num_warps=2)
 
 
 class _Layer:
