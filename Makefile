@@ -3,13 +3,14 @@
 # make lint    ruff, mypy, import contract
 # make wheel-check   build the wheel, install it aside, import every module from it
 #
-# Each target makes .venv first if it is missing or older than pyproject.toml or the lock file.
+# Each target makes .venv first if it is missing or older than pyproject.toml or a file in requirements/.
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WHEEL_SITE := build/wheel-site
 LOCK := requirements/lock.txt
+TRITON := requirements/triton.txt
 
 NPROC ?= 8
 ARGS ?=
@@ -66,9 +67,10 @@ $(WHEEL_SITE)/.built: $(STAMP) $(SOURCES)
 
 venv: $(STAMP)
 
-$(STAMP): pyproject.toml $(LOCK)
+$(STAMP): pyproject.toml $(LOCK) $(TRITON)
 	sh requirements/make_venv.sh $(VENV) "$(PYTHON)"
 	$(BIN)/pip install --quiet --disable-pip-version-check -r $(LOCK)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r $(TRITON)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e .
 	touch $@
 

@@ -11,7 +11,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 
 import pytest
+import torch
 from hypothesis import settings
+
+if not torch.cuda.is_available():
+    # Triton decorates its own library on import, so this comes before anything that imports it.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from tests.ranks import run_ranks, shutdown_ranks
 

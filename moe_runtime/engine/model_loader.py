@@ -29,7 +29,7 @@ from moe_runtime.models.tensor_source import TensorSource
 if TYPE_CHECKING:
     from moe_runtime.layers.cuda_decoder import CudaDecoder
 
-__all__ = ["NUMERICS_VERSION", "LoadedModel", "ModelPlan", "load_model", "plan_model"]
+__all__ = ["NUMERICS_VERSION", "LoadedModel", "ModelPlan", "load_model", "load_on_gpu", "plan_model"]
 
 NUMERICS_VERSION = 1
 """Raised whenever a tree or a rounding changes, so that results of two versions can differ."""
@@ -136,7 +136,7 @@ def load_model(
         ValueError: the device cannot run the model.
     """
     if plan.device.type == "cuda":
-        return _load_on_gpu(plan, engine_config, on_progress)
+        return load_on_gpu(plan, engine_config, on_progress)
     config, dtype = plan.config, plan.torch_dtype
     placement = placement or contiguous_placement(config.num_experts, group.size)
     specs = tensor_specs(config)
@@ -172,10 +172,16 @@ def load_model(
     return LoadedModel(plan=plan, decoder=decoder, audit=audit)
 
 
-def _load_on_gpu(
-    plan: ModelPlan, engine_config: EngineConfig, on_progress: Callable[[int, int], None] | None
+def load_on_gpu(
+    plan: ModelPlan, engine_config: EngineConfig, on_progress: Callable[[int, int], None] | None = None
 ) -> LoadedModel:
-    """One rank with all experts on its GPU."""
+    """``load_model`` of one rank with all experts on its GPU; on the CPU where Triton's interpreter is on.
+
+    Args:
+        plan: From ``plan_model``.
+        engine_config: Load format and seed.
+        on_progress: Told (tensor elements done, in total).
+    """
     from moe_runtime.layers.cuda_decoder import CudaDecoder  # needs Triton, which CPU machines may lack
 
     specs = tensor_specs(plan.config)

@@ -1,8 +1,9 @@
 """Triton kernels without a GPU: switches the interpreter on and mends it. Import before any ``*_triton`` module.
 
-With a GPU the same tests run compiled, on ``DEVICE``. Without one, four things in Triton 3.6's interpreter need
+With a GPU the same tests run compiled, on ``DEVICE``. Without one, five things in Triton 3.6's interpreter need
 mending: ``tl.dot`` multiplies the bit patterns of bf16 as integers; its matmul adds in the order of the host's BLAS;
-fp32 to bf16 neither rounds to even nor carries into the exponent; overflow warns. The mended ``tl.dot`` is the fp32
+fp32 to bf16 neither rounds to even nor carries into the exponent; overflow warns; every call of a device function
+patches the whole language again, where once per launch will do. The mended ``tl.dot`` is the fp32
 chain over ascending K that DESIGN asks for, so schedules can be compared bit for bit.
 """
 
@@ -55,8 +56,21 @@ def _rounded_float(values: np.ndarray, source: Any, target: Any, rounding_mode: 
     return _plain_convert(values, source, target, rounding_mode)
 
 
+_patched_globals: set[int] = set()
+"""Modules whose language the launch under way has patched."""
+
+
+def _call_patched(self: Any, *args: Any, **kwargs: Any) -> Any:
+    module = id(self.fn.__globals__)
+    if module not in _patched_globals:
+        interpreter._patch_lang(self.fn)
+        _patched_globals.add(module)
+    return self.rewrite()(*args, **kwargs)
+
+
 def _quiet(run: Any) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
+        _patched_globals.clear()
         with np.errstate(all="ignore"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # also numpy on `range` over a loaded value
             return run(*args, **kwargs)
@@ -69,4 +83,5 @@ if DEVICE == "cpu" and interpreter.InterpreterBuilder.create_dot.__name__ != "_c
     _plain_convert = interpreter._convert_float
     interpreter.InterpreterBuilder.create_dot = _chained_dot
     interpreter._convert_float = _rounded_float
+    interpreter.InterpretedFunction.__call__ = _call_patched
     interpreter.GridExecutor.__call__ = _quiet(interpreter.GridExecutor.__call__)
