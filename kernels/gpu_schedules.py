@@ -1,0 +1,259 @@
+"""Which schedule an op uses on a GPU: the one place that decides it.
+
+A device whose kind is known has a table of preferences that were measured there (the ``default_*`` functions of the
+kernels' files), less what an audit refused. On any other device each op keeps its canonical schedule until
+``moe-runtime audit`` has shown on it that others give the same bits. Vendor GEMMs run only at row counts that an audit
+found equal and faster, rows padded up to them; without an audit they do not run at all. fp32 has canonical schedules.
+
+A choice may depend on the number of rows because every schedule that may be chosen gives the same bits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import torch
+
+from moe_runtime.kernels.attention_triton import CANONICAL_DECODE, DECODE_SCHEDULES, DecodeSchedule
+from moe_runtime.kernels.experts_triton import (
+    CANONICAL_EXPERT,
+    DOWN_SCHEDULES,
+    GATE_UP_SCHEDULES,
+    ExpertSchedule,
+    ExpertSchedules,
+    default_expert_schedules,
+)
+from moe_runtime.kernels.gemm_triton import CANONICAL_GEMM, GemmSchedule, candidate_gemm_schedules
+from moe_runtime.kernels.grouped_experts_triton import (
+    CANONICAL_GROUPED,
+    GROUPED_DOWN_SCHEDULES,
+    GROUPED_GATE_UP_SCHEDULES,
+    GroupedSchedule,
+    GroupedSchedules,
+    default_grouped_schedules,
+)
+from moe_runtime.kernels.prefill_attention_triton import CANONICAL_ROWS, ROW_SCHEDULES, RowSchedule
+from moe_runtime.kernels.rope_write_triton import CANONICAL_ROPE, ROPE_SCHEDULES, RopeSchedule
+from moe_runtime.kernels.router_triton import (
+    CANONICAL_ROUTER,
+    ROUTER_SCHEDULES,
+    RouterSchedule,
+    default_router_schedule,
+)
+from moe_runtime.kernels.topk_triton import (
+    CANONICAL_TOPK,
+    TOPK_SCHEDULES,
+    TopkSchedule,
+    default_topk_schedule,
+)
+
+__all__ = [
+    "KNOWN_KINDS",
+    "AuditFindings",
+    "GpuSchedules",
+    "VendorGemm",
+    "device_kind",
+    "schedule_label",
+]
+
+logger = logging.getLogger(__name__)
+
+KNOWN_KINDS = ("sm90 H200", "interpreter")
+"""Devices whose preferences were measured, and the interpreter, where every schedule is checked by tests."""
+
+MOST_VENDOR_PADDING = 8
+"""Vendor rows may exceed the real ones by one part in this many."""
+
+_PREFERRED_DECODE = DecodeSchedule(split=False, num_warps=4, num_stages=2, early_reads=True)
+_PREFERRED_FEW_ROWS = RowSchedule(block_rows=16, num_warps=4, num_stages=2)
+_PREFERRED_MANY_ROWS = RowSchedule(block_rows=128, num_warps=8, num_stages=2, tma=True)
+_PREFERRED_ROPE = RopeSchedule(num_tokens=1, num_warps=2)
+
+_Schedule = TypeVar("_Schedule")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VendorGemm:
+    """``vendor_gemm`` at this many rows, the real ones padded up to it; fp32 output where ``float32_out``."""
+
+    rows: int
+    float32_out: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditFindings:
+    """What an audit of this very device found, as labels of ``schedule_label``.
+
+    Attributes:
+        equal: (op, schedule) compared and never unequal.
+        unequal: (op, schedule) that differed from the canonical schedule somewhere; never used on the device.
+        vendor_rows: Row counts, by (N, K, parts, float32 output), where the vendor's GEMM was equal and faster.
+    """
+
+    equal: frozenset[tuple[str, str]] = frozenset()
+    unequal: frozenset[tuple[str, str]] = frozenset()
+    vendor_rows: Mapping[tuple[int, int, int, bool], tuple[int, ...]] = field(default_factory=dict)
+
+
+def schedule_label(schedule: object) -> str:
+    """A schedule's name in audits: its class and fields."""
+    return str(schedule).replace("Schedule(", "(").replace("'", "")
+
+
+def device_kind(device: torch.device) -> str:
+    """What a table is kept for: architecture and, where it was measured, the product's name."""
+    if device.type != "cuda":
+        return "interpreter"
+    major, minor = torch.cuda.get_device_capability(device)
+    name = torch.cuda.get_device_name(device)
+    return f"sm{major}{minor} {'H200' if 'H200' in name else name}"
+
+
+class GpuSchedules:
+    """The table of one device and dtype.
+
+    Attributes:
+        kind: From ``device_kind``.
+        dtype: Model dtype.
+
+    Args:
+        findings: Of an audit of this device; None without one.
+    """
+
+    def __init__(self, kind: str, dtype: torch.dtype, findings: AuditFindings | None = None) -> None:
+        self.kind = kind
+        self.dtype = dtype
+        self._findings = findings or AuditFindings()
+        self._refused = set(self._findings.unequal)
+        self._chosen: dict[tuple[object, ...], object] = {}
+        if kind not in KNOWN_KINDS and findings is None and dtype != torch.float32:
+            logger.warning(
+                "no measured schedules for %s: every op takes its canonical one, which is slow; run `moe-runtime "
+                "audit` once to find those that give the same bits here",
+                kind,
+            )
+
+    def refuse(self, op: str, schedule: object) -> None:
+        """Never choose this schedule again."""
+        self._refused.add((op, schedule_label(schedule)))
+        self._chosen.clear()
+
+    def may_use(self, op: str, schedule: object) -> bool:
+        """Whether the device may run ``op`` by this schedule, the canonical one aside."""
+        key = (op, schedule_label(schedule))
+        return key not in self._refused and (self.kind in KNOWN_KINDS or key in self._findings.equal)
+
+    def dense(self, m: int, n: int, k: int, parts: int = 1) -> GemmSchedule:
+        """Of ``dense_gemm`` for M rows, weights ``[N, K]``."""
+        return self._gemm("dense", m, n, k, parts)
+
+    def dense_parts(self, m: int, n: int, k: int, parts: int) -> GemmSchedule:
+        """Of ``dense_gemm_parts``."""
+        return self._gemm("dense_parts", m, n, k, parts)
+
+    def vendor(
+        self, m: int, n: int, k: int, parts: int, *, float32_out: bool, max_rows: int
+    ) -> VendorGemm | None:
+        """The vendor's GEMM, where an audit allows it at a row count just above M and at most ``max_rows``."""
+        if self.dtype == torch.float32:
+            return None
+        for rows in sorted(self._findings.vendor_rows.get((n, k, parts, float32_out), ())):
+            if m <= rows <= min(max_rows, m + m // MOST_VENDOR_PADDING):
+                schedule = VendorGemm(rows=rows, float32_out=float32_out)
+                return None if ("dense", schedule_label(schedule)) in self._refused else schedule
+        return None
+
+    def router(self, m: int, hidden: int) -> RouterSchedule:
+        """Of ``router_logits``."""
+        return self._first(
+            "router", (default_router_schedule(m, hidden), *ROUTER_SCHEDULES), CANONICAL_ROUTER, m, hidden
+        )
+
+    def topk(self, m: int) -> TopkSchedule:
+        """Of ``topk``; integers and elementwise fp32, so fp32 models may use any, too."""
+        return self._first("topk", (default_topk_schedule(m), *TOPK_SCHEDULES), CANONICAL_TOPK, m)
+
+    def experts(self, m: int, hidden: int, width: int) -> ExpertSchedules:
+        """Of ``gate_up`` and ``down`` for M rows."""
+        default = default_expert_schedules(m)
+        return ExpertSchedules(
+            gate_up=self._first(
+                "gate_up",
+                _without_tma((default.gate_up, *GATE_UP_SCHEDULES), hidden),
+                CANONICAL_EXPERT,
+                m,
+                hidden,
+            ),
+            down=self._first(
+                "down", _without_tma((default.down, *DOWN_SCHEDULES), width), CANONICAL_EXPERT, m, width
+            ),
+        )
+
+    def grouped_experts(self, num_pairs: int, num_experts: int, hidden: int, width: int) -> GroupedSchedules:
+        """Of ``gate_up_grouped`` and ``down_grouped``: both have one row tile."""
+        default = default_grouped_schedules(num_pairs, num_experts)
+        gate_up = self._usable_grouped("gate_up_grouped", default.gate_up, GROUPED_GATE_UP_SCHEDULES, hidden)
+        down = self._usable_grouped("down_grouped", default.down, GROUPED_DOWN_SCHEDULES, width)
+        for first in gate_up:
+            for second in down:
+                if first.row_tile == second.row_tile:
+                    return GroupedSchedules(gate_up=first, down=second)
+        raise AssertionError("both lists end with the canonical schedule")
+
+    def decode_attention(self, *, split: bool) -> DecodeSchedule:
+        """Of ``attend_decode``, for short contexts or, split, for long ones; serial if no split one may be used."""
+        preferred = replace(_PREFERRED_DECODE, split=split)
+        candidates = [preferred, *(s for s in DECODE_SCHEDULES if s.split == split)]
+        return self._first("attention", candidates, CANONICAL_DECODE, split)
+
+    def attention_rows(self, *, few: bool) -> RowSchedule:
+        """Of ``attend_rows``, for sequences of few or of many rows in the step."""
+        preferred = _PREFERRED_FEW_ROWS if few else _PREFERRED_MANY_ROWS
+        candidates = [preferred, *(s for s in ROW_SCHEDULES if (s.block_rows == 16) == few)]
+        return self._first("attention_rows", candidates, CANONICAL_ROWS, few)
+
+    def rope(self) -> RopeSchedule:
+        """Of ``rope_and_write``."""
+        return self._first("rope", (_PREFERRED_ROPE, *ROPE_SCHEDULES), CANONICAL_ROPE)
+
+    def _gemm(self, op: str, m: int, n: int, k: int, parts: int) -> GemmSchedule:
+        candidates = candidate_gemm_schedules(m, n, k, parts)
+        if op == "dense" and parts > 1:
+            candidates = tuple(replace(schedule, early_k=0) for schedule in candidates)
+        return self._first(op, candidates, CANONICAL_GEMM, m, n, k, parts)
+
+    def _usable_grouped(
+        self, op: str, default: GroupedSchedule, candidates: Sequence[GroupedSchedule], depth: int
+    ) -> list[GroupedSchedule]:
+        """In order of preference, the canonical one last."""
+        if self.dtype == torch.float32:
+            return [CANONICAL_GROUPED]
+        wanted = [s for s in (default, *candidates) if s.kind != "vendor"]
+        if depth % 8 != 0:  # TMA needs rows of a multiple of 16 bytes
+            wanted = [replace(s, kind="pointer", tma_weights=False) for s in wanted]
+        same_tile = [s for s in wanted if s.row_tile == default.row_tile]
+        ordered = dict.fromkeys([*same_tile, *wanted])
+        usable = [s for s in ordered if s != CANONICAL_GROUPED and self.may_use(op, s)]
+        return [*usable, CANONICAL_GROUPED]
+
+    def _first(
+        self, op: str, candidates: Iterable[_Schedule], canonical: _Schedule, *where: object
+    ) -> _Schedule:
+        """The first candidate that may be used, else the canonical schedule; remembered by ``where``."""
+        key = (op, *where)
+        found = self._chosen.get(key)
+        if found is None:
+            found = canonical
+            if self.dtype != torch.float32 or op == "topk":
+                usable = (s for s in candidates if s != canonical and self.may_use(op, s))
+                found = next(usable, canonical)
+            self._chosen[key] = found
+        return found  # type: ignore[return-value]
+
+
+def _without_tma(schedules: Iterable[ExpertSchedule], depth: int) -> list[ExpertSchedule]:
+    """TMA needs rows of a multiple of 16 bytes."""
+    return [replace(s, tma=s.tma and depth % 8 == 0) for s in schedules]
