@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 import msgspec
+import torch
 
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.multiple_reduction import resolve_multiple_reduction
@@ -121,7 +122,7 @@ def _serve(
     except InvarianceError as error:
         logger.error("%s", error)
         return EXIT_SELF_CHECK
-    except (CapacityError, MemoryError) as error:
+    except (CapacityError, MemoryError, torch.OutOfMemoryError) as error:
         logger.error("the model does not fit: %s", error)
         return EXIT_NO_FIT
     logger.info("self-check passed: %d comparisons, equal bits", model.audit.num_comparisons)

@@ -16,6 +16,7 @@ from moe_runtime.engine.model_loader import LoadedModel, ModelPlan
 from moe_runtime.engine.request import RequestLimits
 from moe_runtime.engine.runner import Runner
 from moe_runtime.engine.scheduler import SchedulerConfig
+from moe_runtime.errors import CapacityError
 from moe_runtime.kernels.attention import BLOCK_SIZE
 from moe_runtime.layers.decoder import Decoder
 
@@ -72,6 +73,9 @@ def start_engine(
         config: Limits of a step.
         group: The ranks.
         on_capture: Told (CUDA graphs captured, in total); None captures them when first needed.
+
+    Raises:
+        CapacityError: the GPU's memory ran out.
     """
     return Engine(
         _runner(model, deployment, config, on_capture),
@@ -95,14 +99,21 @@ def _runner(
         return CpuRunner(model.decoder, KVCache(plan.config, deployment.num_kv_blocks, plan.torch_dtype))
     from moe_runtime.engine.cuda_runner import CudaRunner  # needs Triton, which CPU machines may lack
 
-    runner = CudaRunner(
-        model.decoder,
-        deployment.num_kv_blocks,
-        config.max_num_seqs,
-        plan.max_model_len,
-        use_graphs=not config.enforce_eager,
-    )
-    if on_capture is not None:
-        runner.capture_graphs(on_capture)
-        torch.cuda.synchronize()
+    try:
+        model.decoder.reserve_rows(config.max_num_batched_tokens)
+        runner = CudaRunner(
+            model.decoder,
+            deployment.num_kv_blocks,
+            config.max_num_seqs,
+            plan.max_model_len,
+            use_graphs=not config.enforce_eager,
+        )
+        if on_capture is not None and plan.device.type == "cuda":
+            runner.capture_graphs(on_capture)
+            torch.cuda.synchronize()
+    except torch.OutOfMemoryError as error:
+        raise CapacityError(
+            f"the GPU's memory ran out beside {deployment.num_kv_blocks} KV blocks: lower gpu_memory_utilization, "
+            f"kv_cache_blocks, max_num_seqs or max_num_batched_tokens ({error})"
+        ) from error
     return runner

@@ -99,15 +99,24 @@ class LLM:
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
         kv_cache_blocks: int | None = None,
+        enforce_eager: bool | None = None,
     ) -> None:
-        """Start a fresh engine with other limits around the same weights; None keeps a limit. All ranks alike."""
+        """Start a fresh engine with other limits around the same weights; None keeps a limit. All ranks alike.
+
+        On a GPU the number of KV blocks stays too where none is named: what is free then says little, with the weights
+        in place.
+        """
         config = self.config
+        if self.model.plan.device.type == "cuda":
+            kv_cache_blocks = kv_cache_blocks or self.engine.stats().num_kv_blocks
         self.config = replace(
             config,
             max_num_seqs=max_num_seqs or config.max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens or config.max_num_batched_tokens,
             kv_cache_blocks=kv_cache_blocks or config.kv_cache_blocks,
+            enforce_eager=config.enforce_eager if enforce_eager is None else enforce_eager,
         )
+        del self.engine  # its cache makes room for the next one's
         self._start_engine()
 
     def generate(

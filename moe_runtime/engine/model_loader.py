@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -101,6 +102,8 @@ def plan_model(engine_config: EngineConfig, group: RankGroup | None = None) -> M
         )
     dtype = config.dtype if engine_config.dtype == "auto" else engine_config.dtype
     device = _device(engine_config, group)
+    if device.type == "cuda":
+        _check_gpu_model(config)
     with _open(model_dir, dtype, engine_config, tensor_specs(config), device) as source:
         identity = f"{source.fingerprint()} {dtype} {NUMERICS_VERSION} {_architecture(device)}"
     return ModelPlan(
@@ -252,6 +255,15 @@ def _device(engine_config: EngineConfig, group: RankGroup | None) -> torch.devic
             f"{num_ranks} ranks on GPUs are not implemented yet; start one rank, or set device to cpu"
         )
     return torch.device("cuda")
+
+
+def _check_gpu_model(config: ModelConfig) -> None:
+    """Refuse before any weights are read what the GPU path cannot run."""
+    if importlib.util.find_spec("triton") is None:
+        raise ValueError("device (cuda) needs Triton: install the package's gpu extra, or set device to cpu")
+    from moe_runtime.layers.cuda_decoder import check_supported  # needs Triton
+
+    check_supported(config)
 
 
 def _architecture(device: torch.device) -> str:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from moe_runtime.kernels.attention_tree_triton import check_heads
 from moe_runtime.kernels.attention_triton import DecodeSchedule, attend_decode, decode_workspace
 from moe_runtime.kernels.experts_triton import MAX_CAPACITY, down, gate_up
 from moe_runtime.kernels.gemm import PARTS
@@ -35,7 +36,7 @@ from moe_runtime.kernels.topk_triton import expert_order, expert_tiles, max_expe
 from moe_runtime.layers.rotary import RotaryTable
 from moe_runtime.models.model_config import ModelConfig
 
-__all__ = ["MAX_DECODE_ROWS", "CudaDecoder", "MixedInput", "RowTiles"]
+__all__ = ["MAX_DECODE_ROWS", "CudaDecoder", "MixedInput", "RowTiles", "check_supported"]
 
 MAX_DECODE_ROWS = MAX_CAPACITY
 
@@ -73,6 +74,15 @@ class MixedInput:
     tiles: SequenceOf[RowTiles]
 
 
+def check_supported(config: ModelConfig) -> None:
+    """Raise ``ValueError`` for what the CPU runs and this path does not yet."""
+    if len(config.moe_layer_ids) != config.num_layers:
+        raise ValueError("layers without experts are not implemented on the GPU yet; use device cpu")
+    if config.attention_bias:
+        raise ValueError("attention_bias is not implemented on the GPU yet; use device cpu")
+    check_heads(config.num_attention_heads, config.num_kv_heads, config.head_dim, None)
+
+
 class CudaDecoder:
     """A model on one GPU.
 
@@ -100,10 +110,7 @@ class CudaDecoder:
         max_rows: int,
         device: torch.device,
     ) -> None:
-        if len(config.moe_layer_ids) != config.num_layers:
-            raise ValueError("layers without experts are not implemented on the GPU yet; use device cpu")
-        if config.attention_bias:
-            raise ValueError("attention_bias is not implemented on the GPU yet; use device cpu")
+        check_supported(config)
         self.config = config
         self.dtype = dtype
         self.device = device
@@ -125,6 +132,11 @@ class CudaDecoder:
         self.workspace = decode_workspace(
             MAX_DECODE_ROWS, config.num_attention_heads, config.head_dim, max_model_len, device
         )
+
+    def reserve_rows(self, max_rows: int) -> None:
+        """Make room for steps of ``max_rows`` tokens; graphs captured before hold buffers that are no longer used."""
+        if self.buffers.max_rows < max_rows:
+            self.buffers = _Buffers(self.config, max_rows, self.dtype, self.device)
 
     def decode(
         self,
@@ -290,6 +302,7 @@ class _Buffers:
     """Activations of a step, at fixed addresses, shared by all layers."""
 
     def __init__(self, config: ModelConfig, max_rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.max_rows = max_rows
         self.num_topk = config.num_experts_per_tok
         self.num_experts = config.num_experts
         heads, kv_heads = config.num_attention_heads, config.num_kv_heads

@@ -14,14 +14,16 @@ from moe_runtime.verify.compare import Output
 from moe_runtime.verify.prompts import Case, PromptSource
 from moe_runtime.verify.runner import Run
 
-__all__ = ["AXES", "Axis", "AxisSetup", "Verdict"]
+__all__ = ["AXES", "BUCKET_EDGES", "GRAPHS_ABSENT", "Axis", "AxisSetup", "Verdict"]
 
 NUM_ALONE = 8
 NUM_ARRIVAL_STEPS = 24
 CHUNK_TOKENS = (63, 64, 65)
 FULL_CHUNK_TOKENS = (16, 63, 64, 65, 127, 256)
 BATCH_SIZES = (1, 2, 7, 16, 33, 64)
+BUCKET_EDGES = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257)
 SHORT_OUTPUT_TOKENS = 8
+GRAPHS_ABSENT = "not applicable: this device has no graphs"
 NUM_RANDOM_BATCHES = 2
 FULL_NUM_RANDOM_BATCHES = 10
 
@@ -45,6 +47,8 @@ class AxisSetup:
         reference: Its outputs by name.
         world_size: Ranks.
         block_size: Tokens of a KV block.
+        max_num_seqs: Most sequences that a rank runs at once.
+        enforce_eager: Whether the engine started without graphs; None on a device that has none.
         full: Every case, every output token, more batches.
     """
 
@@ -53,6 +57,8 @@ class AxisSetup:
     reference: Mapping[str, Output]
     world_size: int
     block_size: int
+    max_num_seqs: int = 64
+    enforce_eager: bool | None = None
     full: bool = False
 
     def some_cases(self, num_default: int | None = None) -> list[Case]:
@@ -72,11 +78,13 @@ class Axis:
         verdict: What it proves.
         make_runs: Its batches.
         needs_preemption: It proves nothing where no request was preempted.
+        absent: Why it makes no batches, where it may have none to make.
     """
 
     verdict: Verdict
     make_runs: Callable[[AxisSetup], list[Run]]
     needs_preemption: bool = False
+    absent: str | None = None
 
 
 def _again(setup: AxisSetup) -> list[Run]:
@@ -180,6 +188,28 @@ def _prefix(setup: AxisSetup) -> list[Run]:
     return _random_batches(setup, "prefix", setup.short(setup.source.prefix_cases()))
 
 
+def _graph(setup: AxisSetup) -> list[Run]:
+    if setup.enforce_eager is None:
+        return []
+    name = "with graphs" if setup.enforce_eager else "without graphs"
+    return [Run(name=name, cases=setup.cases, enforce_eager=not setup.enforce_eager)]
+
+
+def _buckets(setup: AxisSetup) -> list[Run]:
+    """Batches, then prompts cut into steps, of every size at which a tile or a graph of some schedule ends."""
+    most = setup.max_num_seqs + 1 if setup.full else setup.max_num_seqs
+    sizes = [edge for edge in BUCKET_EDGES if edge <= most]
+    cases = setup.short(setup.source.bucket_cases(sizes[-1]))
+    runs = [Run(name=f"{size} sequences", cases=cases[:size]) for size in sizes]
+    longest = max(setup.cases, key=lambda case: len(case.prompt_ids)).shortened(SHORT_OUTPUT_TOKENS)
+    runs += [
+        Run(name=f"{edge} tokens a step", cases=[longest], max_num_seqs=1, max_num_batched_tokens=edge)
+        for edge in BUCKET_EDGES
+        if edge <= len(longest.prompt_ids)
+    ]
+    return runs
+
+
 def _random_batches(setup: AxisSetup, what: str, cases: list[Case]) -> list[Run]:
     """All cases in order, then random halves or more of them in random order."""
     num_batches = FULL_NUM_RANDOM_BATCHES if setup.full else NUM_RANDOM_BATCHES
@@ -204,5 +234,7 @@ AXES: dict[str, Axis] = {
     "preempt": Axis(Verdict.SCHEDULE, _preempt, needs_preemption=True),
     "forced": Axis(Verdict.SCHEDULE, _forced),
     "scored": Axis(Verdict.SCHEDULE, _scored),
+    "buckets": Axis(Verdict.SCHEDULE, _buckets),
+    "graph": Axis(Verdict.SCHEDULE, _graph, absent=GRAPHS_ABSENT),
 }
 """All axes by name, in the order in which they run."""

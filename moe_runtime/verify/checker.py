@@ -73,6 +73,8 @@ def check(llm: LLM, config: CheckConfig, progress: ProgressFactory) -> CheckRepo
             reference=reference,
             world_size=llm.group.size,
             block_size=BLOCK_SIZE,
+            max_num_seqs=llm.config.max_num_seqs,
+            enforce_eager=llm.config.enforce_eager if llm.model.plan.device.type == "cuda" else None,
             full=config.full,
         )
         for name in config.axis_names:
@@ -87,6 +89,8 @@ def _check_axis(runner: Runner, name: str, setup: AxisSetup, progress: ProgressF
     start_s = time.perf_counter()
     axis = AXES[name]
     runs = axis.make_runs(setup)
+    if not runs and axis.absent is not None:
+        return AxisResult(name=name, verdict=axis.verdict, not_applicable=axis.absent)
     results = _run_all(runner, name, runs, progress)
     found = AxisResult(name=name, verdict=axis.verdict, num_runs=len(runs))
     found.num_preemptions = sum(result.num_preemptions for result in results)

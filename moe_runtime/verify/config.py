@@ -22,8 +22,8 @@ class CheckConfig:
     Attributes:
         num_prompts: Random prompts in the reference batch.
         max_tokens: Output tokens of each.
-        axes: Axes to run: again, shuffled, alone, arrival, single, mixed, prefix, chunks, preempt, forced, scored; by
-            default all.
+        axes: Axes to run: again, shuffled, alone, arrival, single, mixed, prefix, chunks, preempt, forced, scored,
+            buckets, graph; by default all.
         full: Every prompt greedy and seeded, and every one of them on every axis; takes long.
         json: File for the report.
         control: Tree to switch off in all runs, to see the check fail: split-k-gemm, free-gemm, arrival-combine,

@@ -13,6 +13,7 @@ __all__ = ["NUM_TOP_LOGPROBS", "Case", "PromptSource"]
 NUM_TOP_LOGPROBS = 5
 MIXED_NUM_SHORT = 8
 MIXED_NUM_LONG = 4
+BUCKET_PROMPT_TOKENS = 3
 PREFIX_EDGES = (1, 63, 64, 65, 128, 255, 256, 257)
 
 
@@ -117,6 +118,12 @@ class PromptSource:
             self._variants(f"prefix of {length}", text[:length])[i % 2]
             for i, length in enumerate(sorted(lengths))
         ]
+
+    def bucket_cases(self, count: int) -> list[Case]:
+        """``count`` prompts of a few tokens, greedy and seeded in turn."""
+        rng = self._rng("buckets")
+        num_tokens = self._clip(BUCKET_PROMPT_TOKENS)
+        return [self._variants(f"bucket {i}", self._ids(rng, num_tokens))[i % 2] for i in range(count)]
 
     def shuffle(self, what: str, cases: Sequence[Case]) -> list[Case]:
         """``cases`` in another order, which depends on seed and ``what``."""

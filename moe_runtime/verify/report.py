@@ -43,6 +43,7 @@ class AxisResult:
         num_preemptions: Over all ranks.
         wall_s: Seconds.
         proves_nothing: Why the axis could not have shown a difference, where so.
+        not_applicable: Why there was nothing to run, where so; such an axis neither passes nor fails.
     """
 
     name: str
@@ -58,17 +59,18 @@ class AxisResult:
     num_preemptions: int = 0
     wall_s: float = 0.0
     proves_nothing: str | None = None
+    not_applicable: str | None = None
 
     @property
     def passed(self) -> bool:
         """All outputs equal their reference, and a difference could have been seen."""
-        return self.num_differing == 0 and self.proves_nothing is None
+        return self.num_differing == 0 and self.proves_nothing is None and self.not_applicable is None
 
     @property
     def finding(self) -> str:
         """One sentence."""
         if self.first_difference is None:
-            return self.proves_nothing or "equal"
+            return self.not_applicable or self.proves_nothing or "equal"
         text = str(self.first_difference)
         if self.num_forced_tokens:
             text += (
@@ -113,14 +115,15 @@ class CheckReport:
         """Of the program."""
         if self.control is not Control.NONE:
             return CheckExit.DIFFERENT if self.noticed_by else CheckExit.CONTROL_NOT_NOTICED
-        passed = self.digest_matches and all(axis.passed for axis in self.axes)
+        ran = [axis for axis in self.axes if not axis.not_applicable]
+        passed = self.digest_matches and all(axis.passed for axis in ran) and bool(ran or not self.axes)
         return CheckExit.EQUAL if passed else CheckExit.DIFFERENT
 
     def verdicts(self) -> dict[str, str]:
         """``equal``, ``different``, ``nothing proved`` or ``not run`` for each verdict."""
         found = {}
         for verdict in Verdict:
-            axes = [axis for axis in self.axes if axis.verdict is verdict]
+            axes = [axis for axis in self.axes if axis.verdict is verdict and not axis.not_applicable]
             if any(axis.num_differing for axis in axes):
                 found[verdict.value] = "different"
             elif not axes:
@@ -140,7 +143,9 @@ class CheckReport:
             return f"FAILED: the digest is not the expected {self.expected_digest}"
         if self.exit_code is CheckExit.EQUAL:
             return "passed: all outputs are equal, bit for bit"
-        failed = [axis.name for axis in self.axes if not axis.passed]
+        failed = [axis.name for axis in self.axes if not axis.passed and not axis.not_applicable]
+        if not failed:
+            return "FAILED: no axis could run, so nothing is proved"
         return f"FAILED: {', '.join(failed)}"
 
     def print_to(self, console: Console) -> None:
@@ -161,7 +166,7 @@ class CheckReport:
                 str(axis.num_preemptions),
                 f"{axis.wall_s:.1f}",
                 axis.finding,
-                style=None if axis.passed else "bold red",
+                style=None if axis.passed else "dim" if axis.not_applicable else "bold red",
             )
         console.print(table)
         console.print(

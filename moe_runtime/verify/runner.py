@@ -26,6 +26,7 @@ class Run:
         ranks: Rank that serves each; by default they take turns.
         arrival_steps: Step at which each arrives; by default all at the first.
         max_num_seqs, max_num_batched_tokens, kv_cache_blocks: Limits; by default those the engine started with.
+        enforce_eager: Launch kernels one by one; by default as the engine started.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Run:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     kv_cache_blocks: int | None = None
+    enforce_eager: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +68,7 @@ class Runner:
             llm.config.max_num_seqs,
             llm.config.max_num_batched_tokens,
             llm.engine.stats().num_kv_blocks,
+            llm.config.enforce_eager,
         )
         self._limits = self._start_limits
 
@@ -97,14 +100,16 @@ class Runner:
     def _apply_limits(self, run: Run) -> None:
         wanted = (run.max_num_seqs, run.max_num_batched_tokens, run.kv_cache_blocks)
         max_num_seqs, max_num_batched_tokens, kv_cache_blocks = (
-            own or start for own, start in zip(wanted, self._start_limits, strict=True)
+            own or start for own, start in zip(wanted, self._start_limits[:3], strict=True)
         )
-        limits = (max_num_seqs, max_num_batched_tokens, kv_cache_blocks)
+        enforce_eager = self._start_limits[3] if run.enforce_eager is None else run.enforce_eager
+        limits = (max_num_seqs, max_num_batched_tokens, kv_cache_blocks, enforce_eager)
         if limits != self._limits:
             self.llm.reconfigure(
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
                 kv_cache_blocks=kv_cache_blocks,
+                enforce_eager=enforce_eager,
             )
             self._limits = limits
 

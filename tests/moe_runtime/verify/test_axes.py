@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from moe_runtime.verify.axes import AXES, AxisSetup, Verdict
+from moe_runtime.verify.axes import AXES, BUCKET_EDGES, AxisSetup, Verdict
 from moe_runtime.verify.compare import Output
 from moe_runtime.verify.prompts import PromptSource
 from moe_runtime.verify.runner import Run
@@ -33,7 +33,7 @@ def test_each_verdict_has_an_axis() -> None:
 @pytest.mark.parametrize("name", AXES)
 @pytest.mark.parametrize("full", [False, True])
 def test_every_request_can_run(name: str, full: bool) -> None:
-    setup = replace(SETUP, full=full)
+    setup = replace(SETUP, full=full, enforce_eager=False)
     for run in runs_of(name, setup):
         assert run.cases
         for case in run.cases:
@@ -112,3 +112,24 @@ def test_reference_tokens_are_forced_and_scored() -> None:
     assert all(case.params.forced_token_ids == tuple(range(50)) for case in forced.cases)
     assert all(case.prompt_ids[-50:] == tuple(range(50)) for case in scored.cases)
     assert all(case.params.prompt_logprobs == 5 for case in scored.cases)
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "full", "largest"), [(1, False, 1), (40, False, 33), (64, False, 64), (256, True, 257)]
+)
+def test_batches_and_steps_have_every_size_around_a_tile(max_num_seqs: int, full: bool, largest: int) -> None:
+    runs = runs_of("buckets", replace(SETUP, max_num_seqs=max_num_seqs, full=full))
+    batches = [len(run.cases) for run in runs if run.max_num_batched_tokens is None]
+    assert batches == [edge for edge in BUCKET_EDGES if edge <= largest]
+    assert names(runs[len(batches) - 1])[: batches[0]] == names(runs[0])
+    steps = [run for run in runs if run.max_num_batched_tokens is not None]
+    assert [run.max_num_batched_tokens for run in steps] == list(BUCKET_EDGES)
+    assert {name for run in steps for name in names(run)} <= set(REFERENCE)
+
+
+def test_graphs_are_switched_to_what_the_engine_did_not_start_with() -> None:
+    assert runs_of("graph") == []
+    for started in (False, True):
+        (run,) = runs_of("graph", replace(SETUP, enforce_eager=started))
+        assert run.enforce_eager is not started
+        assert list(run.cases) == CASES

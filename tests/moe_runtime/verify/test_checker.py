@@ -14,7 +14,7 @@ import pytest
 from moe_runtime.engine.config import EngineConfig
 from moe_runtime.engine.llm import LLM
 from moe_runtime.kernels.schedules import Control, active_control
-from moe_runtime.verify.axes import AXES
+from moe_runtime.verify.axes import AXES, GRAPHS_ABSENT
 from moe_runtime.verify.checker import ProgressFactory, check
 from moe_runtime.verify.compare import Output
 from moe_runtime.verify.config import CheckConfig
@@ -27,14 +27,16 @@ MakeConfig = Callable[..., CheckConfig]
 
 def test_every_axis_passes(llm: LLM, small_check: MakeConfig, progress: ProgressFactory) -> None:
     report = check(llm, small_check(), progress)
-    assert {axis.name: axis.finding for axis in report.axes} == dict.fromkeys(AXES, "equal")
+    findings = {axis.name: axis.finding for axis in report.axes}
+    assert findings == dict.fromkeys(AXES, "equal") | {"graph": GRAPHS_ABSENT}
     assert report.exit_code is CheckExit.EQUAL
     assert set(report.verdicts().values()) == {"equal"}
     by_name = {axis.name: axis for axis in report.axes}
     assert by_name["preempt"].num_preemptions > 0
     assert by_name["chunks"].num_cases == 4 * 4
     assert by_name["single"].num_unique_outputs == 2
-    assert all(axis.num_unique_outputs == axis.num_requests > 0 for axis in report.axes)
+    assert by_name["buckets"].num_cases > 100
+    assert all(axis.num_unique_outputs == axis.num_requests > 0 for axis in report.axes if axis.passed)
     assert active_control() is Control.NONE
 
 
@@ -97,6 +99,18 @@ def test_an_axis_that_proves_nothing_fails(
     assert report.axes[0].finding == "no request was preempted: this proves nothing"
     assert report.exit_code is CheckExit.DIFFERENT
     assert report.verdicts()["schedule"] == "nothing proved"
+
+
+def test_an_axis_that_does_not_apply_neither_passes_nor_fails(
+    llm: LLM, small_check: MakeConfig, progress: ProgressFactory
+) -> None:
+    report = check(llm, small_check(axes=("graph", "again"), max_tokens=2), progress)
+    assert {axis.name: axis.passed for axis in report.axes} == {"again": True, "graph": False}
+    assert report.exit_code is CheckExit.EQUAL
+    assert report.verdicts()["schedule"] == "not run"
+    nothing = check(llm, small_check(axes=("graph",), max_tokens=2), progress)
+    assert nothing.exit_code is CheckExit.DIFFERENT
+    assert nothing.conclusion == "FAILED: no axis could run, so nothing is proved"
 
 
 def test_the_full_form_runs_every_prompt_both_ways(

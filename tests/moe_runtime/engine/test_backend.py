@@ -1,0 +1,137 @@
+"""From settings to an engine: which runner, which limits, and one clear error where the GPU is too small or absent."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moe_runtime.comm.groups import RankGroup
+from moe_runtime.engine.backend import plan_deployment, start_engine
+from moe_runtime.engine.config import EngineConfig
+from moe_runtime.engine.cpu_runner import CpuRunner
+from moe_runtime.engine.kv_cache import default_num_blocks, gpu_num_blocks
+from moe_runtime.engine.llm import LLM
+from moe_runtime.engine.model_loader import load_model, plan_model
+from moe_runtime.errors import CapacityError
+from moe_runtime.launch.cli import EXIT_NO_FIT, EXIT_USAGE
+from moe_runtime.launch.serve import main as serve
+from tests.checkpoints import tiny_config, write_checkpoint
+from tests.gpu_engine import gpu_config, write_gpu_checkpoint
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_gpu_checkpoint(tmp_path_factory.mktemp("backend"))
+
+
+@pytest.fixture(autouse=True)
+def own_logging(monkeypatch):
+    """``serve`` leaves pytest's log handlers in place."""
+    monkeypatch.setattr("moe_runtime.launch.serve.setup_logging", lambda rank: None)
+
+
+@pytest.fixture
+def pretended_gpu(monkeypatch):
+    """``pretended_gpu(free_bytes)``: torch believes in a GPU, as far as planning asks."""
+
+    def pretend(free_bytes: int) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free_bytes, 2 * free_bytes))
+
+    return pretend
+
+
+def test_the_cpu_gets_the_cpu_runner_and_its_default_cache(folder):
+    config = EngineConfig(model=str(folder), device="cpu")
+    plan = plan_model(config)
+    deployment = plan_deployment(plan, config)
+    assert deployment.num_kv_blocks == default_num_blocks(plan.config, plan.torch_dtype, 64, 512)
+    model = load_model(plan, config, RankGroup())
+    engine = start_engine(model, deployment, config, RankGroup())
+    assert isinstance(engine.runner, CpuRunner)
+    assert not engine.runner.overlaps
+
+
+def test_limits_follow_the_cache(folder):
+    config = EngineConfig(model=str(folder), device="cpu", kv_cache_blocks=3)
+    limits = plan_deployment(plan_model(config), config).limits
+    assert (limits.vocab_size, limits.max_model_len, limits.max_kv_tokens) == (96, 512, 192)
+
+
+def test_a_gpu_asked_for_where_there_is_none_is_refused(folder, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"device \(cuda\) must be cpu here: torch sees no GPU"):
+        LLM(str(folder), device="cuda")
+
+
+def test_several_ranks_on_gpus_are_refused(folder, pretended_gpu):
+    pretended_gpu(80 << 30)
+    with pytest.raises(ValueError, match="2 ranks on GPUs are not implemented yet"):
+        plan_model(EngineConfig(model=str(folder)), RankGroup(rank=0, size=2))
+
+
+def test_a_missing_triton_is_named_before_weights_are_read(folder, pretended_gpu, monkeypatch):
+    pretended_gpu(80 << 30)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="needs Triton: install the package's gpu extra"):
+        plan_model(EngineConfig(model=str(folder)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention_bias": True}, "attention_bias is not implemented on the GPU yet; use device cpu"),
+        ({"mlp_only_layers": [0]}, "layers without experts are not implemented on the GPU yet"),
+        ({"head_dim": 16}, r"head_dim \(16\) must be 32, 64 or 128"),
+        ({"num_attention_heads": 9, "num_key_value_heads": 1}, r"must be 1 to 8 times num_kv_heads \(1\)"),
+    ],
+)
+def test_a_model_the_gpu_path_cannot_run_is_refused_by_name(changes, message, tmp_path, pretended_gpu):
+    folder = write_checkpoint(tmp_path, gpu_config(**changes))
+    assert plan_model(EngineConfig(model=str(folder), device="cpu")).device.type == "cpu"
+    pretended_gpu(80 << 30)
+    with pytest.raises(ValueError, match=message):
+        plan_model(EngineConfig(model=str(folder)))
+
+
+def test_gpu_blocks_are_what_is_free_but_no_more_than_the_sequences_need(folder, pretended_gpu):
+    pretended_gpu(80 << 30)
+    config = EngineConfig(model=str(folder), max_num_seqs=4)
+    plan = plan_model(config)
+    assert plan.device.type == "cuda"
+    assert gpu_num_blocks(plan, config) == 4 * 8
+    assert plan_deployment(plan, replace(config, kv_cache_blocks=5)).num_kv_blocks == 5
+    greedy = replace(config, max_num_seqs=2**16, max_num_batched_tokens=2**16)
+    pretended_gpu(4 << 30)
+    few = gpu_num_blocks(plan, greedy)
+    assert 8 <= few < 2**16 * 8
+    pretended_gpu(5 << 30)
+    assert gpu_num_blocks(plan, greedy) > few
+    assert gpu_num_blocks(plan, replace(greedy, gpu_memory_utilization=0.85)) < gpu_num_blocks(plan, greedy)
+
+
+def test_too_little_memory_says_what_to_change_and_serve_exits_3(folder, pretended_gpu, caplog, monkeypatch):
+    monkeypatch.setattr(
+        "moe_runtime.launch.serve.setup_logging", lambda rank: None
+    )  # it would take caplog's place
+    pretended_gpu(1 << 30)
+    config = EngineConfig(model=str(folder))
+    with pytest.raises(CapacityError, match=r"1\.0 GiB free.*lower max_model_len or max_num_batched_tokens"):
+        plan_deployment(plan_model(config), config)
+    assert serve(["--model", str(folder), "--port", "0"]) == EXIT_NO_FIT
+    assert "the model does not fit: the GPU has 1.0 GiB free" in caplog.text
+
+
+def test_serve_refuses_a_model_the_gpu_cannot_run_with_the_code_of_usage(tmp_path, pretended_gpu, capsys):
+    folder = write_checkpoint(tmp_path, tiny_config("qwen3_moe", attention_bias=True, head_dim=32))
+    pretended_gpu(80 << 30)
+    with pytest.raises(SystemExit) as left:
+        serve(["--model", str(folder), "--port", "0"])
+    assert left.value.code == EXIT_USAGE
+    assert "attention_bias is not implemented on the GPU" in capsys.readouterr().err
+    assert json.loads((folder / "config.json").read_text())["attention_bias"] is True

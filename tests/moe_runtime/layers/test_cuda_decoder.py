@@ -1,0 +1,116 @@
+"""The GPU decoder's two forms: equal bits, inert padding, and the CPU decoder's values to the accuracy of the dtype."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.bits import assert_bits_equal
+from tests.gpu_engine import gpu_llm, write_gpu_checkpoint
+from tests.kernels.triton_interpreter import DEVICE
+
+from moe_runtime.kernels.attention_tiles import make_row_tiles  # isort: skip
+from moe_runtime.kernels.attention_triton import CANONICAL_DECODE  # isort: skip
+from moe_runtime.kernels.prefill_attention_triton import CANONICAL_ROWS  # isort: skip
+from moe_runtime.layers.cuda_decoder import MAX_DECODE_ROWS, CudaDecoder, MixedInput, RowTiles  # isort: skip
+
+VOCAB = 96
+NUM_BLOCKS = 4
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory) -> CudaDecoder:
+    folder = write_gpu_checkpoint(tmp_path_factory.mktemp("decoder"), num_hidden_layers=1)
+    found = gpu_llm(folder, max_num_seqs=4, max_num_batched_tokens=32, kv_cache_blocks=8).model.decoder
+    assert isinstance(found, CudaDecoder)
+    return found
+
+
+def caches(decoder: CudaDecoder, fill: float = 0.0):
+    shape = (NUM_BLOCKS, decoder.config.num_kv_heads, 64, decoder.config.head_dim)
+
+    def make() -> torch.Tensor:
+        return torch.full(shape, fill, dtype=decoder.dtype, device=DEVICE)
+
+    return [(make(), make()) for _ in decoder.layers]
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def decode(decoder: CudaDecoder, token_ids, positions, blocks, num_tokens: int, kv):
+    """Logits of a decode step; row i has block ``blocks[i]``."""
+    logits = torch.full((len(token_ids), VOCAB), float("nan"), device=DEVICE)
+    table = ints(*blocks).view(-1, 1)
+    with torch.inference_mode():
+        decoder.decode(
+            ints(*token_ids), ints(*positions), table, ints(num_tokens), kv, CANONICAL_DECODE, logits
+        )
+    return logits
+
+
+def mixed(decoder: CudaDecoder, token_ids, start: int, block: int, kv):
+    """Logits of a chunk of one sequence."""
+    groups = decoder.config.num_query_heads_per_kv_head
+    num = len(token_ids)
+    tiles = make_row_tiles(
+        [num], [start], num_groups=groups, block_rows=CANONICAL_ROWS.block_rows, sequences=[0]
+    )
+    step = MixedInput(
+        token_ids=ints(*token_ids),
+        positions=ints(*range(start, start + num)),
+        slot_mapping=torch.arange(64 * block + start, 64 * block + start + num, device=DEVICE),
+        num_tokens=ints(num),
+        block_table=ints(block).view(1, 1),
+        tiles=[RowTiles(schedule=CANONICAL_ROWS, tiles=torch.from_numpy(tiles).to(DEVICE))],
+    )
+    with torch.inference_mode():
+        return decoder.logits(decoder.mixed(step, kv)).clone()
+
+
+def test_decode_and_mixed_give_one_row_the_same_bits_and_the_same_cache(decoder):
+    ids = [5, 9, 81, 3]
+    by_chunk, by_token = caches(decoder), caches(decoder)
+    whole = mixed(decoder, ids, 0, 2, by_chunk)
+    rows = [decode(decoder, [token], [i], [2], 1, by_token) for i, token in enumerate(ids)]
+    assert_bits_equal(torch.cat(rows), whole)
+    for (k, v), (other_k, other_v) in zip(by_chunk, by_token, strict=True):
+        assert_bits_equal(k, other_k)
+        assert_bits_equal(v, other_v)
+
+
+def test_inert_rows_touch_neither_the_cache_nor_a_live_row(decoder):
+    kv = caches(decoder)
+    alone = decode(decoder, [5], [0], [1], 1, kv)
+    padded_kv = caches(decoder)
+    for tensor in (decoder.buffers.residual, decoder.buffers.normed, decoder.buffers.expert_rows):
+        tensor.fill_(float("nan"))
+    padded = decode(decoder, [5, -1, -1, -1], [0, -1, -1, -1], [1, -1, -1, -1], 1, padded_kv)
+    assert_bits_equal(padded[:1], alone)
+    for (k, v), (other_k, other_v) in zip(kv, padded_kv, strict=True):
+        assert_bits_equal(k, other_k)
+        assert_bits_equal(v, other_v)
+
+
+def test_a_nan_in_one_row_stays_there(decoder):
+    plain = decode(decoder, [5, 6], [0, 0], [1, 2], 2, caches(decoder))
+    embedding = decoder.embedding
+    kept = embedding[6].clone()
+    try:
+        embedding[6] = float("nan")
+        poisoned = decode(decoder, [5, 6], [0, 0], [1, 2], 2, caches(decoder))
+    finally:
+        embedding[6] = kept
+    assert_bits_equal(poisoned[0], plain[0])
+    assert poisoned[1].isnan().all()
+
+
+def test_room_for_rows_grows_and_never_shrinks(decoder):
+    before = decoder.buffers
+    decoder.reserve_rows(8)
+    assert decoder.buffers is before
+    decoder.reserve_rows(MAX_DECODE_ROWS + 40)
+    assert decoder.buffers.normed.shape[0] == decoder.buffers.max_rows == MAX_DECODE_ROWS + 40
+    capacity = decoder.buffers.slot_table(17).shape
+    assert capacity == (4, 32)
