@@ -11,7 +11,7 @@ from typing import NoReturn, TypeVar
 
 import tyro
 
-from moe_runtime.config import GenerateConfig, ServeConfig
+from moe_runtime.config import AuditConfig, GenerateConfig, ServeConfig
 from moe_runtime.env import from_environment, variables_of
 from moe_runtime.verify.config import CheckConfig
 
@@ -79,4 +79,5 @@ def usage_error(message: str) -> NoReturn:
 
 def _known_variables() -> list[str]:
     """Variables of all commands: one environment may serve several of them."""
-    return [name for kind in (ServeConfig, GenerateConfig, CheckConfig) for name in variables_of(kind)]
+    kinds = (ServeConfig, GenerateConfig, CheckConfig, AuditConfig)
+    return [name for kind in kinds for name in variables_of(kind)]

@@ -17,6 +17,7 @@ COMMANDS = {
     "serve": "serve a model over HTTP",
     "generate": "generate for a file of prompts",
     "check": "prove that results depend on nothing but the request",
+    "audit": "find which schedules give the same bits on this device",
 }
 
 

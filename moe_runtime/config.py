@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from moe_runtime.engine.config import EngineConfig
 
-__all__ = ["GenerateConfig", "HTTPConfig", "ServeConfig"]
+__all__ = ["AuditConfig", "GenerateConfig", "HTTPConfig", "ServeConfig"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,3 +62,47 @@ class GenerateConfig:
     input: Path
     output: Path = Path("-")
     engine: EngineConfig = field(default_factory=EngineConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditConfig:
+    """Find which schedules give the same bits on this device, and keep the result for the engine.
+
+    Attributes:
+        model: Models whose shapes to audit: a folder, a hub id, ``builtin``, or ``qwen3-30b-a3b`` for the dimensions
+            alone.
+        dtype: Model dtype; ``auto`` takes the checkpoint's, bfloat16 for dimensions alone.
+        device: ``auto`` takes the GPU where there is one.
+        time: Measure every schedule that agrees. Vendor GEMMs come into use only where they were measured faster.
+        max_rows: Largest row count of own schedules.
+        output: JSON file for all comparisons.
+        all_rows: Print every comparison, not a line per op, shape and row count.
+        golden: ``check`` compares digests of canonical outputs with the committed ones, ``write`` replaces them.
+        golden_folder: Where digests are; by default inside the package.
+        only_golden: Leave the comparison of schedules out.
+        compile_workers: Processes that compile kernels ahead; 0 compiles as it goes.
+        audit_cache: Folder where results are kept; by default moe-runtime in the user's cache folder.
+    """
+
+    model: tuple[str, ...] = ("builtin",)
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    time: bool = False
+    max_rows: int = 4096
+    output: Path | None = None
+    all_rows: bool = False
+    golden: Literal["none", "check", "write"] = "none"
+    golden_folder: Path | None = None
+    only_golden: bool = False
+    compile_workers: int = 0
+    audit_cache: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ValueError("model must name at least one model")
+        if self.max_rows < 1:
+            raise ValueError(f"max_rows ({self.max_rows}) must be at least 1")
+        if self.compile_workers < 0:
+            raise ValueError(f"compile_workers ({self.compile_workers}) must be at least 0")
+        if self.only_golden and self.golden == "none":
+            raise ValueError("only_golden (True) needs golden (none) to be check or write")

@@ -6,16 +6,24 @@ a variable with the prefix that no flag has, raises.
 
 from __future__ import annotations
 
+import os
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-__all__ = ["PREFIX", "from_environment", "variables_of"]
+__all__ = ["PREFIX", "cache_folder", "from_environment", "variables_of"]
 
 PREFIX = "MOE_RUNTIME_"
 
 _Config = TypeVar("_Config")
+
+
+def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where this program keeps results for a user: ``$XDG_CACHE_HOME/moe-runtime``, by default under ~/.cache."""
+    base = environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "moe-runtime"
 
 
 def variables_of(config_type: type[Any]) -> list[str]:

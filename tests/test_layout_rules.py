@@ -31,6 +31,7 @@ WITHOUT_TEST_FILE = {
     "moe_runtime/serve.py": "hands over to launch; e2e tests run it",
     "moe_runtime/generate.py": "hands over to launch; e2e tests run it",
     "moe_runtime/check.py": "hands over to launch; e2e tests run it",
+    "moe_runtime/audit.py": "hands over to launch",
     "moe_runtime/plan.py": "hands over to launch; e2e tests run it",
 }
 

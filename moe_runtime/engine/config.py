@@ -24,6 +24,8 @@ class EngineConfig:
             CPU, up to what is free on a GPU.
         gpu_memory_utilization: Share of the GPU's free memory that may be used.
         enforce_eager: Launch every kernel by itself, without CUDA graphs.
+        audit_cache: Folder where ``moe-runtime audit`` keeps its results; by default moe-runtime in the user's cache
+            folder.
         invariance: ``topology``: a request's bits depend on nothing but the request, on any number of ranks.
             ``batch``: the same for one fixed deployment, which leaves room for cheaper reductions.
         seed: Seeds dummy weights, and the seeds given to requests that bring none; by default those are random.
@@ -39,6 +41,7 @@ class EngineConfig:
     kv_cache_blocks: int | None = None
     gpu_memory_utilization: float = 0.9
     enforce_eager: bool = False
+    audit_cache: str | None = None
     invariance: Literal["topology", "batch"] = "topology"
     seed: int | None = None
 

@@ -23,8 +23,7 @@ from moe_runtime.engine.sequence import UNKNOWN_TOKEN, Sequence
 from moe_runtime.kernels.attention import BLOCK_SIZE
 from moe_runtime.kernels.attention_tiles import make_row_tiles
 from moe_runtime.kernels.attention_tree_triton import TREE
-from moe_runtime.kernels.attention_triton import CANONICAL_DECODE, DecodeSchedule
-from moe_runtime.kernels.prefill_attention_triton import CANONICAL_ROWS, RowSchedule
+from moe_runtime.kernels.prefill_attention_triton import RowSchedule
 from moe_runtime.kernels.sampling_triton import SamplingRows, greedy, sample
 from moe_runtime.kernels.softmax_triton import log_softmax_stats, token_logprobs, top_logprobs
 from moe_runtime.kernels.tokens_triton import record_tokens, resolve_tokens
@@ -35,10 +34,6 @@ __all__ = ["CudaRunner"]
 NUM_INPUT_SETS = 3
 LOGITS_ROWS = 256
 
-SERIAL = DecodeSchedule(split=False, num_warps=4, num_stages=2, early_reads=True)
-SPLIT = DecodeSchedule(split=True, num_warps=4, num_stages=2, early_reads=True)
-FEW_ROWS = RowSchedule(block_rows=16, num_warps=4, num_stages=2)
-MANY_ROWS = RowSchedule(block_rows=128, num_warps=8, num_stages=2, tma=True)
 MANY_ROWS_FROM = 4
 
 
@@ -161,9 +156,7 @@ class CudaRunner(Runner):
         token_ids, chosen = self._token_ids[:bucket], self.chosen[:bucket]
         pdl = self.device.type == "cuda"
         resolve_tokens(host_ids, slots, self.last_token, token_ids)
-        schedule = CANONICAL_DECODE
-        if self.decoder.dtype != torch.float32:
-            schedule = SERIAL if variant == "serial" else SPLIT
+        schedule = self.decoder.schedules.decode_attention(split=variant == "split")
         self.decoder.decode(
             token_ids, positions, table, num_tokens, self.kv_caches, schedule, self.logits[:bucket]
         )
@@ -230,14 +223,14 @@ class CudaRunner(Runner):
         groups = self.decoder.config.num_query_heads_per_kv_head
         few = [i for i, length in enumerate(lens) if length < MANY_ROWS_FROM]
         many = [i for i, length in enumerate(lens) if length >= MANY_ROWS_FROM]
-        if self.decoder.dtype == torch.float32:
-            few, many = list(range(len(lens))), []
+        table = self.decoder.schedules
         result = []
-        for schedule, which in ((MANY_ROWS, many), (FEW_ROWS, few)):
+        for schedule, which in (
+            (table.attention_rows(few=False), many),
+            (table.attention_rows(few=True), few),
+        ):
             if not which:
                 continue
-            if self.decoder.dtype == torch.float32:
-                schedule = CANONICAL_ROWS
             tiles = make_row_tiles(
                 lens, starts, num_groups=groups, block_rows=schedule.block_rows, sequences=which
             )

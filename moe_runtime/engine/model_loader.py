@@ -30,7 +30,7 @@ from moe_runtime.models.tensor_source import TensorSource
 if TYPE_CHECKING:
     from moe_runtime.layers.cuda_decoder import CudaDecoder
 
-__all__ = ["NUMERICS_VERSION", "LoadedModel", "ModelPlan", "load_model", "load_on_gpu", "plan_model"]
+__all__ = ["NUMERICS_VERSION", "LoadedModel", "ModelPlan", "audit_cpu", "load_model", "load_on_gpu", "plan_model"]
 
 NUMERICS_VERSION = 1
 """Raised whenever a tree or a rounding changes, so that results of two versions can differ."""
@@ -166,13 +166,18 @@ def load_model(
             plan.max_model_len,
         )
         source.close(expected=wanted)
-    audit = audit_shapes(_gemm_shapes(config), config.head_dim, config.hidden_size, config.vocab_size)
+    audit = audit_cpu(config)
     if audit.failures:
         raise InvarianceError(
             "the start-up self-check failed on this machine, so requests could change each other's bits: "
             + "; ".join(audit.failures)
         )
     return LoadedModel(plan=plan, decoder=decoder, audit=audit)
+
+
+def audit_cpu(config: ModelConfig) -> AuditReport:
+    """The start-up self-check of a model's shapes on this CPU."""
+    return audit_shapes(_gemm_shapes(config), config.head_dim, config.hidden_size, config.vocab_size)
 
 
 def load_on_gpu(
@@ -185,8 +190,11 @@ def load_on_gpu(
         engine_config: Load format and seed.
         on_progress: Told (tensor elements done, in total).
     """
-    from moe_runtime.layers.cuda_decoder import CudaDecoder  # needs Triton, which CPU machines may lack
+    # Both need Triton, which CPU machines may lack.
+    from moe_runtime.engine.start_audit import check_schedules, load_schedules
+    from moe_runtime.layers.cuda_decoder import CudaDecoder
 
+    schedules = load_schedules(plan.device, plan.torch_dtype, engine_config.audit_cache)
     specs = tensor_specs(plan.config)
     by_place = {(spec.role, spec.layer_idx, spec.logical_expert_id): spec for spec in specs}
     with _open(plan.model_dir, plan.dtype, engine_config, specs, plan.device) as source:
@@ -205,8 +213,11 @@ def load_on_gpu(
             plan.max_model_len,
             engine_config.max_num_batched_tokens,
             plan.device,
+            schedules,
         )
         source.close(expected=specs)
+    if plan.device.type == "cuda":  # tests cover the interpreter, in which this would take minutes
+        check_schedules(decoder)
     return LoadedModel(plan=plan, decoder=decoder, audit=AuditReport())
 
 

@@ -18,19 +18,14 @@ import torch
 
 from moe_runtime.kernels.attention_tree_triton import check_heads
 from moe_runtime.kernels.attention_triton import DecodeSchedule, attend_decode, decode_workspace
-from moe_runtime.kernels.experts_triton import MAX_CAPACITY, down, gate_up
+from moe_runtime.kernels.experts_triton import MAX_CAPACITY, ExpertSchedules, down, gate_up
 from moe_runtime.kernels.gemm import PARTS
-from moe_runtime.kernels.gemm_triton import dense_gemm, dense_gemm_parts
-from moe_runtime.kernels.grouped_experts_triton import (
-    CANONICAL_GROUPED,
-    GroupedSchedules,
-    default_grouped_schedules,
-    down_grouped,
-    gate_up_grouped,
-)
+from moe_runtime.kernels.gemm_triton import dense_gemm, dense_gemm_parts, vendor_gemm
+from moe_runtime.kernels.gpu_schedules import GpuSchedules, device_kind
+from moe_runtime.kernels.grouped_experts_triton import down_grouped, gate_up_grouped
 from moe_runtime.kernels.norm_triton import combine_residual_norm, embed_norm, merge_residual_norm
 from moe_runtime.kernels.prefill_attention_triton import RowSchedule, attend_rows
-from moe_runtime.kernels.rope_write_triton import RopeSchedule, rope_and_write
+from moe_runtime.kernels.rope_write_triton import rope_and_write
 from moe_runtime.kernels.router_triton import router_logits
 from moe_runtime.kernels.topk_triton import expert_order, expert_tiles, max_expert_tiles, topk
 from moe_runtime.layers.rotary import RotaryTable
@@ -88,6 +83,7 @@ class CudaDecoder:
 
     Attributes:
         pdl: Launch kernels dependent on the one before; a schedule.
+        schedules: Decides the schedule of every launch.
 
     Args:
         config: Model; every layer a mixture of experts, no attention bias.
@@ -96,6 +92,7 @@ class CudaDecoder:
         max_model_len: Longest context, in tokens.
         max_rows: Most tokens of a step.
         device: Where everything lives.
+        schedules: The device's table; by default the one without an audit.
 
     Raises:
         ValueError: the model has something that this path does not implement.
@@ -109,12 +106,14 @@ class CudaDecoder:
         max_model_len: int,
         max_rows: int,
         device: torch.device,
+        schedules: GpuSchedules | None = None,
     ) -> None:
         check_supported(config)
         self.config = config
         self.dtype = dtype
         self.device = device
         self.pdl = device.type == "cuda"
+        self.schedules = schedules or GpuSchedules(device_kind(device), dtype)
         rotary = RotaryTable(config.rope, config.head_dim, max_model_len)
         self.cos, self.sin = rotary.cos.to(device), rotary.sin.to(device)
 
@@ -161,73 +160,99 @@ class CudaDecoder:
         """
         config, eps, m = self.config, self.config.rms_norm_eps, token_ids.shape[0]
         b = self.buffers.rows(m)
-        pdl = self.pdl
+        pdl, table = self.pdl, self.schedules
+        hidden, width = config.hidden_size, config.moe_intermediate_size
+        query = b.attention.shape[1]
+        o_proj = table.dense_parts(m, hidden, query, PARTS["row"])
+        router, choice, experts = table.router(m, hidden), table.topk(m), table.experts(m, hidden, width)
         embed_norm(token_ids, self.embedding, self.layers[0].input_norm, eps, b.residual, b.normed)
         for layer, next_norm, (k_cache, v_cache) in zip(self.layers, self.next_norms, kv_caches, strict=True):
-            dense_gemm(b.normed, layer.qkv, b.qkv, pdl=pdl)
+            self._gemm(b.normed, layer.qkv, b.qkv)
             attend_decode(
                 b.qkv, k_cache, v_cache, positions, block_table, layer.q_norm, layer.k_norm, eps,
                 self.cos, self.sin, b.attention,
                 window=layer.window, workspace=self.workspace, schedule=attention, pdl=pdl,
             )  # fmt: skip
-            dense_gemm_parts(b.attention, layer.o_proj, b.parts, pdl=pdl)
+            dense_gemm_parts(b.attention, layer.o_proj, b.parts, schedule=o_proj, pdl=pdl)
             merge_residual_norm(
                 b.parts, b.residual, layer.post_attention_norm, eps, b.residual, b.normed, pdl=pdl
             )
-            router_logits(b.normed, layer.router, b.router_logits, pdl=pdl)
+            router_logits(b.normed, layer.router, b.router_logits, schedule=router, pdl=pdl)
             slot_table = self.buffers.slot_table(m)
             topk(
                 b.router_logits, num_tokens, config.num_experts_per_tok, config.norm_topk_prob,
-                b.topk_ids, b.topk_weights, slot_table, pdl=pdl,
+                b.topk_ids, b.topk_weights, slot_table, schedule=choice, pdl=pdl,
             )  # fmt: skip
-            gate_up(b.normed, layer.w13, slot_table, b.topk_ids, b.mid, pdl=pdl)
-            down(b.mid, layer.w2, slot_table, b.topk_ids, b.topk_weights, b.expert_rows, pdl=pdl)
+            self._few_experts(layer, b, slot_table, experts)
             combine_residual_norm(b.expert_rows, b.residual, next_norm, eps, b.residual, b.normed, pdl=pdl)
-        dense_gemm(b.normed, self.lm_head, logits, pdl=pdl)
+        self._gemm(b.normed, self.lm_head, logits)
 
     def mixed(self, step: MixedInput, kv_caches: KVCaches) -> torch.Tensor:
         """Any rows, to hidden states ``[T, hidden]`` after the final norm (a view of a buffer)."""
         config, eps, num_tokens = self.config, self.config.rms_norm_eps, step.token_ids.shape[0]
         b = self.buffers.rows(num_tokens)
-        pdl = self.pdl
+        pdl, table = self.pdl, self.schedules
         few = num_tokens <= MAX_CAPACITY
+        hidden, width = config.hidden_size, config.moe_intermediate_size
+        router, choice, rope = table.router(num_tokens, hidden), table.topk(num_tokens), table.rope()
         embed_norm(step.token_ids, self.embedding, self.layers[0].input_norm, eps, b.residual, b.normed)
         q = b.q.view(num_tokens, config.num_attention_heads, config.head_dim)
         for layer, next_norm, (k_cache, v_cache) in zip(self.layers, self.next_norms, kv_caches, strict=True):
-            dense_gemm(b.normed, layer.qkv, b.qkv, pdl=pdl)
+            self._gemm(b.normed, layer.qkv, b.qkv)
             rope_and_write(
                 b.qkv, step.positions, step.slot_mapping, layer.q_norm, layer.k_norm, eps, self.cos, self.sin,
-                k_cache, v_cache, q, schedule=self._rope_schedule, pdl=pdl,
+                k_cache, v_cache, q, schedule=rope, pdl=pdl,
             )  # fmt: skip
             for part in step.tiles:
                 attend_rows(
                     q, k_cache, v_cache, part.tiles, step.block_table, b.attention,
                     window=layer.window, schedule=part.schedule, pdl=pdl,
                 )  # fmt: skip
-            dense_gemm(b.attention, layer.o_proj, b.branch, parts=PARTS["row"], pdl=pdl)
+            self._gemm(b.attention, layer.o_proj, b.branch, parts=PARTS["row"])
             merge_residual_norm(
                 b.branch[:, None], b.residual, layer.post_attention_norm, eps, b.residual, b.normed, pdl=pdl
             )
-            router_logits(b.normed, layer.router, b.router_logits, pdl=pdl)
+            router_logits(b.normed, layer.router, b.router_logits, schedule=router, pdl=pdl)
             slot_table = self.buffers.slot_table(num_tokens) if few else None
             topk(
                 b.router_logits, step.num_tokens, config.num_experts_per_tok, config.norm_topk_prob,
-                b.topk_ids, b.topk_weights, slot_table, pdl=pdl,
+                b.topk_ids, b.topk_weights, slot_table, schedule=choice, pdl=pdl,
             )  # fmt: skip
             if slot_table is not None:
-                gate_up(b.normed, layer.w13, slot_table, b.topk_ids, b.mid, pdl=pdl)
-                down(b.mid, layer.w2, slot_table, b.topk_ids, b.topk_weights, b.expert_rows, pdl=pdl)
+                self._few_experts(layer, b, slot_table, table.experts(num_tokens, hidden, width))
             else:
                 self._grouped_experts(layer, b, pdl)
             combine_residual_norm(b.expert_rows, b.residual, next_norm, eps, b.residual, b.normed, pdl=pdl)
         return b.normed
 
+    def _gemm(self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, *, parts: int = 1) -> None:
+        """``dense_gemm``, or the vendor's at the next row count that an audit allows, on rows of the same buffers."""
+        m, (n, k) = x.shape[0], w.shape
+        vendor = self.schedules.vendor(
+            m, n, k, parts, float32_out=out.dtype == torch.float32, max_rows=min(_room(x), _room(out))
+        )
+        if vendor is not None:
+            vendor_gemm(_rows_of(x, vendor.rows), w, _rows_of(out, vendor.rows), parts=parts)
+            return
+        dense_gemm(x, w, out, parts=parts, schedule=self.schedules.dense(m, n, k, parts), pdl=self.pdl)
+
+    def _few_experts(
+        self, layer: _Layer, b: _Rows, slot_table: torch.Tensor, schedules: ExpertSchedules
+    ) -> None:
+        """Experts of up to ``MAX_CAPACITY`` rows, found through the slot table."""
+        ids = b.topk_ids
+        gate_up(b.normed, layer.w13, slot_table, ids, b.mid, schedule=schedules.gate_up, pdl=self.pdl)
+        down(
+            b.mid, layer.w2, slot_table, ids, b.topk_weights, b.expert_rows,
+            schedule=schedules.down, pdl=self.pdl,
+        )  # fmt: skip
+
     def _grouped_experts(self, layer: _Layer, b: _Rows, pdl: bool) -> None:
         """Experts over expert-major rows; the gathered rows use the room of the expert rows, which follow them."""
         num_pairs, num_experts = b.mid.shape[0], self.config.num_experts
-        schedules = default_grouped_schedules(num_pairs, num_experts)
-        if self.dtype == torch.float32:
-            schedules = GroupedSchedules(gate_up=CANONICAL_GROUPED, down=CANONICAL_GROUPED)
+        schedules = self.schedules.grouped_experts(
+            num_pairs, num_experts, self.config.hidden_size, self.config.moe_intermediate_size
+        )
         order = expert_order(b.topk_ids, num_experts, pdl=pdl)
         tile_rows = schedules.gate_up.row_tile
         max_tiles = max_expert_tiles(num_pairs, num_experts, tile_rows)
@@ -243,13 +268,8 @@ class CudaDecoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[rows, vocab]`` float32 from ``[rows, hidden]``."""
         out = torch.empty(hidden.shape[0], self.config.vocab_size, dtype=torch.float32, device=self.device)
-        dense_gemm(hidden.contiguous(), self.lm_head, out)
+        self._gemm(hidden.contiguous(), self.lm_head, out)
         return out
-
-    @property
-    def _rope_schedule(self) -> RopeSchedule:
-        few = self.dtype == torch.float32
-        return RopeSchedule(num_tokens=1, num_warps=1) if few else RopeSchedule(num_tokens=1, num_warps=2)
 
 
 class _Layer:
@@ -344,3 +364,14 @@ class _Buffers:
         """``[num_experts, capacity]`` for M rows, the capacity a power of two of at least 16."""
         capacity = max(16, 1 << (m - 1).bit_length())
         return self._slot_tables[: self.num_experts * capacity].view(self.num_experts, capacity)
+
+
+def _room(rows: torch.Tensor) -> int:
+    """Rows in the storage of a buffer's view from its first one on."""
+    elements = rows.untyped_storage().nbytes() // rows.element_size() - rows.storage_offset()
+    return elements // rows.shape[1]
+
+
+def _rows_of(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """The first ``count`` rows of the buffer of which ``rows`` is a view from its first one on."""
+    return rows.as_strided((count, rows.shape[1]), rows.stride(), rows.storage_offset())

@@ -1,0 +1,81 @@
+"""The schedules of a GPU engine: the table for its device, and the short audit at every start."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+import torch
+
+from moe_runtime.env import cache_folder
+from moe_runtime.kernels.audit_report import device_key, load_findings
+from moe_runtime.kernels.gpu_audit import audit_short
+from moe_runtime.kernels.gpu_audit_ops import ModelShapes
+from moe_runtime.kernels.gpu_schedules import GpuSchedules, device_kind
+from moe_runtime.layers.cuda_decoder import CudaDecoder
+from moe_runtime.models.model_config import ModelConfig
+
+__all__ = ["audit_folder", "check_schedules", "load_schedules", "model_shapes"]
+
+logger = logging.getLogger(__name__)
+
+
+def model_shapes(config: ModelConfig, dtype: torch.dtype) -> ModelShapes:
+    """What the kernels see of a model."""
+    return ModelShapes(
+        hidden=config.hidden_size,
+        num_query_heads=config.num_attention_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        num_experts=config.num_experts,
+        num_topk=config.num_experts_per_tok,
+        width=config.moe_intermediate_size,
+        vocab_size=config.vocab_size,
+        norm_topk_prob=config.norm_topk_prob,
+        qk_norm=config.qk_norm,
+        windows=tuple(dict.fromkeys(config.sliding_windows)),
+        dtype=dtype,
+    )
+
+
+def audit_folder(setting: str | None) -> Path:
+    """Where results of audits are kept."""
+    return cache_folder() if setting is None else Path(setting)
+
+
+def load_schedules(device: torch.device, dtype: torch.dtype, audit_cache: str | None) -> GpuSchedules:
+    """The table for a device, with what earlier audits of this very device and libraries found."""
+    findings = load_findings(audit_folder(audit_cache), device_key(device))
+    return GpuSchedules(device_kind(device), dtype, findings)
+
+
+def check_schedules(decoder: CudaDecoder) -> None:
+    """Compare the schedules that the decoder will use with the canonical ones, on its first layer's weights.
+
+    Raises:
+        InvarianceError: naming the op and schedule that does not keep the promise.
+    """
+    start_s = time.perf_counter()
+    layer = decoder.layers[0]
+    weights = {
+        "qkv": layer.qkv,
+        "o_proj": layer.o_proj,
+        "lm_head": decoder.lm_head,
+        "router": layer.router,
+        "w13": layer.w13,
+        "w2": layer.w2,
+    }
+    with torch.inference_mode():
+        count = audit_short(
+            model_shapes(decoder.config, decoder.dtype),
+            decoder.schedules,
+            decoder.device,
+            weights,
+            pdl=decoder.pdl,
+        )
+    logger.info(
+        "%d comparisons of schedules with the canonical ones are equal (%.1f s)",
+        count,
+        time.perf_counter() - start_s,
+    )
