@@ -384,7 +384,7 @@ class _Event:
     def __init__(self, device: torch.device) -> None:
         self._event = None
         if device.type == "cuda":
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
     def wait(self) -> None:

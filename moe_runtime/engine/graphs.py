@@ -7,6 +7,7 @@ number of tokens that kernels read on the device), so padding reaches neither ro
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -33,7 +34,7 @@ class DecodeGraphs:
     def __init__(self, run: Callable[[int, str], None]) -> None:
         self._run = run
         self._graphs: dict[tuple[int, str], torch.cuda.CUDAGraph] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
 
     def capture(self, bucket: int, variant: str) -> None:
         """Run once to compile, then capture. The run must find inert inputs: it is no step of anybody.
