@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from shapes import write_config
 
 from moe_runtime.engine.llm import LLM
 from moe_runtime.engine.request import SamplingParams
-from shapes import write_config
 
 BYTE_FLOOR_MS = {1: 1.4, 8: 6.1, 32: 12.5, 128: 14.6}
 """Bytes of weights and keys a step must read at 4.5 TB/s, counted for uniform routing."""
