@@ -166,7 +166,7 @@ def audit_short(
     """
     count = 0
     for op in model_ops(shapes):
-        rows = [m for m in op.rows if m <= max_rows] or [min(op.rows)]
+        rows = [m for m in op.rows if m <= min(max_rows, op.short_max_rows)] or [min(op.rows)]
         inputs = op.inputs(AuditInputs(op.label, device, given=weights), SHORT_KIND, rows[-1])
         canonical = op.run(inputs, rows[-1], op.canonical, pdl)
         control = op.control(inputs) if isinstance(op, DenseOp | RouterOp) else None
@@ -356,15 +356,16 @@ def _run_in_graph(item: _Item, inputs: Tensors) -> tuple[torch.Tensor, ...]:
     fed = {**inputs, op.live: live}
     state = op.prepare(fed, item.m, item.schedule)
     op.launch(fed, state, item.m, item.schedule, True)  # compiles
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def run() -> None:
         live.copy_(inputs[op.live])
         op.launch(fed, state, item.m, item.schedule, True)
+
+    graph = _captured(run)
     live.zero_()
-    for tensor in state.values():
-        if isinstance(tensor, torch.Tensor) and tensor is state.get("out"):
-            tensor.fill_(-77 if tensor.dtype in (torch.int32, torch.int64) else float("nan"))
+    out = state.get("out")
+    if out is not None:
+        out.fill_(-77 if out.dtype in (torch.int32, torch.int64) else float("nan"))
     graph.replay()
     torch.cuda.synchronize()
     return tuple(part.clone() for part in op.read(state, item.m, item.schedule))
@@ -379,17 +380,29 @@ def _weight_copies(op: AuditOp, inputs: Tensors) -> list[Tensors]:
     ]
 
 
-def _time_us(item: _Item, inputs: Tensors, copies: list[Tensors]) -> float | None:
+def _captured(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """Like ``torch.cuda.graph``, which would also collect garbage and empty the cache each time."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        graph.capture_begin()
+        try:
+            run()
+        finally:
+            graph.capture_end()
+    torch.cuda.synchronize()
+    return graph
+
+
+def _time_us(item: _Item, inputs: Tensors, copies: list[Tensors]) -> float:
     """Median over graph replays of one launch."""
     state = item.op.prepare(inputs, item.m, item.schedule)
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            for copy in copies:
-                item.op.launch(copy, state, item.m, item.schedule, True)
-    except RuntimeError as error:
-        logger.warning("%s, %s cannot be timed: %s", item.op.label, schedule_label(item.schedule), error)
-        return None
+
+    def run() -> None:
+        for copy in copies:
+            item.op.launch(copy, state, item.m, item.schedule, True)
+
+    graph = _captured(run)
     graph.replay()
     times_ms = []
     for _ in range(REPLAYS):

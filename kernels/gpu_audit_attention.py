@@ -47,6 +47,7 @@ class _CachedOp(AuditOp):
     """What attention ops share: caches, block tables, tables of RoPE and norm."""
 
     live = "qkv"
+    short_max_rows = 33
 
     def __init__(self, shapes: ModelShapes, window: int | None) -> None:
         super().__init__(shapes)
@@ -274,6 +275,7 @@ class RopeOp(RowsOp):
 
 class _LogitsOp(AuditOp):
     rows = (1, 8, 33)
+    short_max_rows = 8
 
     def __init__(self, shapes: ModelShapes) -> None:
         super().__init__(shapes)

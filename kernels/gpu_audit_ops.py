@@ -101,6 +101,7 @@ class AuditOp(ABC):
         canonical: Schedule that all are compared with.
         live: Name of the input that a captured graph writes just before the op.
         weights: Inputs that a measurement copies, so that they come from memory.
+        short_max_rows: Largest row count of the short audit.
     """
 
     name: str
@@ -109,6 +110,7 @@ class AuditOp(ABC):
     canonical: Any
     live: str = "x"
     weights: tuple[str, ...] = ()
+    short_max_rows: int = 1024
 
     def __init__(self, shapes: ModelShapes) -> None:
         self.shapes = shapes
