@@ -31,7 +31,15 @@ from moe_runtime.kernels.topk_triton import expert_order, expert_tiles, max_expe
 from moe_runtime.layers.rotary import RotaryTable
 from moe_runtime.models.model_config import ModelConfig
 
-__all__ = ["MAX_DECODE_ROWS", "CudaDecoder", "MixedInput", "RowTiles", "check_supported"]
+__all__ = [
+    "MAX_DECODE_ROWS",
+    "CudaDecoder",
+    "ExpertReader",
+    "KVCaches",
+    "MixedInput",
+    "RowTiles",
+    "check_supported",
+]
 
 MAX_DECODE_ROWS = MAX_CAPACITY
 
