@@ -105,4 +105,5 @@ def _nearly_normal(words: NDArray[np.uint64]) -> NDArray[np.float32]:
     """Exact in fp32: an 18-bit integer times 2^-15."""
     halves = words.astype("<u8").view("<u2").reshape(-1, 4)
     total = halves.astype(np.int32).sum(axis=1, dtype=np.int32)
-    return (total - 131070).astype(np.float32) * np.float32(2.0**-15)
+    result: NDArray[np.float32] = (total - 131070).astype(np.float32) * np.float32(2.0**-15)
+    return result

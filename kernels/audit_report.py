@@ -164,4 +164,4 @@ def _driver_version() -> str:
     try:
         return Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines()[0].strip()
     except (OSError, IndexError):
-        return str(torch._C._cuda_getDriverVersion())
+        return str(torch._C._cuda_getDriverVersion())  # type: ignore[attr-defined]

@@ -412,4 +412,4 @@ def _time_us(item: _Item, inputs: Tensors, copies: list[Tensors]) -> float:
         end.record()
         end.synchronize()
         times_ms.append(start.elapsed_time(end))
-    return round(1000 * statistics.median(times_ms) / len(copies), 2)
+    return round(1000 * float(statistics.median(times_ms)) / len(copies), 2)

@@ -195,7 +195,7 @@ class RowsOp(_CachedOp):
     """Many rows of one sequence by ``attend_rows``, behind a cached prefix."""
 
     name = "attention_rows"
-    canonical = CANONICAL_ROWS
+    canonical: Any = CANONICAL_ROWS
     rows = (1, 33, 300)
     start = 440
 
@@ -314,7 +314,7 @@ class GreedyOp(_LogitsOp):
     """``greedy``: integers, so there is no order to change."""
 
     name = "greedy"
-    canonical = KEY_SCHEDULES[0]
+    canonical: Any = KEY_SCHEDULES[0]
 
     def candidates(self, m: int) -> Sequence[Any]:
         return KEY_SCHEDULES
@@ -351,9 +351,8 @@ class SampleOp(GreedyOp):
             RowSampling(seed=77 * i, position=1000 + i, **settings[i % len(settings)])  # type: ignore[arg-type]
             for i in range(m)
         ]
-        return super().prepare(inputs, m, schedule) | {
-            "rows": SamplingRows.of(rows, inputs["x"].device)  # type: ignore[dict-item]
-        }
+        settled: Any = SamplingRows.of(rows, inputs["x"].device)
+        return super().prepare(inputs, m, schedule) | {"rows": settled}
 
     def launch(self, inputs: Tensors, state: Tensors, m: int, schedule: Any, pdl: bool) -> None:
         rows: Any = state["rows"]

@@ -52,7 +52,18 @@ from moe_runtime.kernels.topk_triton import (
     topk,
 )
 
-__all__ = ["AuditOp", "DenseOp", "ExpertOp", "ModelShapes", "NormOp", "RouterOp", "TopkOp", "poisoned"]
+__all__ = [
+    "AuditOp",
+    "DenseOp",
+    "ExpertOp",
+    "ModelShapes",
+    "NormForm",
+    "NormOp",
+    "RouterOp",
+    "Tensors",
+    "TopkOp",
+    "poisoned",
+]
 
 POISON = {torch.int32: -77, torch.int64: -77}
 DISTINCT_EXPERTS = 4
@@ -331,8 +342,10 @@ class ExpertOp(AuditOp):
         }
 
     def candidates(self, m: int) -> Sequence[Any]:
-        few = GATE_UP_SCHEDULES if self.is_gate_up else DOWN_SCHEDULES
-        many = GROUPED_GATE_UP_SCHEDULES if self.is_gate_up else GROUPED_DOWN_SCHEDULES
+        few: Sequence[ExpertSchedule] = GATE_UP_SCHEDULES if self.is_gate_up else DOWN_SCHEDULES
+        many: Sequence[GroupedSchedule] = (
+            GROUPED_GATE_UP_SCHEDULES if self.is_gate_up else GROUPED_DOWN_SCHEDULES
+        )
         if self.dtype == torch.float32:
             few, many = (CANONICAL_EXPERT,), (CANONICAL_GROUPED,)
         if (self.shapes.hidden if self.is_gate_up else self.shapes.width) % 8:

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
@@ -44,7 +44,7 @@ __all__ = ["DIMENSIONS", "main"]
 
 NARROWEST_TABLE = 140
 
-DIMENSIONS = {
+DIMENSIONS: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": {
         "hidden": 2048,
         "num_query_heads": 32,
