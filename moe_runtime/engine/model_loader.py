@@ -30,7 +30,15 @@ from moe_runtime.models.tensor_source import TensorSource
 if TYPE_CHECKING:
     from moe_runtime.layers.cuda_decoder import CudaDecoder
 
-__all__ = ["NUMERICS_VERSION", "LoadedModel", "ModelPlan", "audit_cpu", "load_model", "load_on_gpu", "plan_model"]
+__all__ = [
+    "NUMERICS_VERSION",
+    "LoadedModel",
+    "ModelPlan",
+    "audit_cpu",
+    "load_model",
+    "load_on_gpu",
+    "plan_model",
+]
 
 NUMERICS_VERSION = 1
 """Raised whenever a tree or a rounding changes, so that results of two versions can differ."""

@@ -12,6 +12,7 @@ lasts.
 from __future__ import annotations
 
 import codecs
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -40,6 +41,8 @@ _UNSUPPORTED_GENERATION_KEYS: tuple[tuple[Any, str], ...] = (
     (None, "dola_layers exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id top_h"),
     (None, "watermarking_config"),
 )
+
+NORMALIZER_MARGIN = 4
 
 
 class SamplingDefaults(TypedDict):
@@ -149,12 +152,20 @@ class Tokenizer:
             source=str(file),
         )
 
+    @functools.cached_property
+    def _longest_token_bytes(self) -> int:
+        return max(
+            len(self.token_bytes(i)) for i in range(self._backend.get_vocab_size(with_added_tokens=True))
+        )
+
     @property
     def has_chat_template(self) -> bool:
         """Whether ``apply_chat_template`` can work."""
         return "default" in self._templates
 
-    def encode(self, text: str, *, add_special_tokens: bool, param: str = "prompt") -> list[int]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool, param: str = "prompt", max_tokens: int | None = None
+    ) -> list[int]:
         """Token ids of ``text``. Special tokens spelled out in the text become their ids.
 
         Args:
@@ -162,18 +173,29 @@ class Tokenizer:
             add_special_tokens: Add what the post-processor in ``tokenizer.json`` puts around a text (bos,
                 mostly); as in transformers 5, ``add_bos_token`` in ``tokenizer_config.json`` does not count.
             param: Request field to blame for text that cannot be encoded.
+            max_tokens: Refuse, without encoding it, a text that cannot have so few tokens.
 
         Raises:
-            InvalidRequestError: for text with unpaired surrogates.
+            InvalidRequestError: for text with unpaired surrogates, or far too long.
         """
         try:
-            text.encode("utf-8")
+            num_bytes = len("".join(text.split()).encode("utf-8"))
         except UnicodeEncodeError as error:
             raise InvalidRequestError(
                 f"{param} must be valid Unicode: character {error.start} is an unpaired surrogate",
                 param=param,
             ) from error
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        # Space may vanish into a token, and normalising may shorten text, hence the margin; nothing else does.
+        if max_tokens is not None and num_bytes > NORMALIZER_MARGIN * max_tokens * self._longest_token_bytes:
+            raise InvalidRequestError(
+                f"{param} has {num_bytes} bytes of text; the longest request, prompt and output together, is "
+                f"{max_tokens} tokens",
+                param=param,
+                code="context_length_exceeded",
+            )
+        # The batch form: ``encode`` holds the interpreter's lock to its end, so a long text in a thread would stop all.
+        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool, prompt_ids: Sequence[int] = ()) -> str:
         """Text of ``ids``, as the continuation of ``prompt_ids``. See ``decoder`` for the rule."""

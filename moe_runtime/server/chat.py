@@ -36,7 +36,7 @@ def chat_router(context: Context) -> APIRouter:
         context.require_model(body.model)
         check_stream_options(body)
         num_top = _num_top_logprobs(body)
-        prompt = await chat_prompt(body.messages, context.tokenizer)
+        prompt = await chat_prompt(body.messages, context.tokenizer, context.config.limits.max_total_tokens)
         call_id = new_id("chatcmpl")
         request = _engine_request(context, body, prompt, call_id, num_top)
         renderer = ChatRenderer(context.tokenizer, body, request)

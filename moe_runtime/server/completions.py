@@ -40,7 +40,9 @@ def completions_router(context: Context) -> APIRouter:
         body = parse_body(data, CompletionBody)
         context.require_model(body.model)
         check_stream_options(body)
-        prompts = await completion_prompts(body.prompt, context.tokenizer)
+        prompts = await completion_prompts(
+            body.prompt, context.tokenizer, context.config.limits.max_total_tokens
+        )
         call_id = new_id("cmpl")
         requests = _engine_requests(context, body, prompts, call_id)
         renderer = CompletionRenderer(context.tokenizer, body, prompts, requests)

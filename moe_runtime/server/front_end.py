@@ -115,12 +115,14 @@ class FrontEnd:
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._on_signal, signum)
         threading.Thread(target=self._watch_parent, args=(loop,), name="parent-watch", daemon=True).start()
+        # What the checkpoint's files get wrong is found before the parent is told to go on.
+        http_config = await self._uvicorn_config()
         port = self._listener.getsockname()[1]
         self._announce(msgspec.json.encode({"zmq": self._client.endpoint, "port": port}) + b"\n")
         receiving = asyncio.create_task(self._client.run())
         receiving.add_done_callback(self._on_receiver_end)
         try:
-            server = _HttpServer(await self._uvicorn_config())
+            server = _HttpServer(http_config)
             serving = asyncio.create_task(server.serve(sockets=[self._listener]))
             logger.info("listening on http://%s:%d", self._config.host, port)
             ends: set[asyncio.Future[Any]] = {serving, self._exit_code}

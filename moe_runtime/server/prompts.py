@@ -32,11 +32,13 @@ class Prompt:
     text: str | None
 
 
-async def completion_prompts(prompts: Prompts, tokenizer: Tokenizer) -> list[Prompt]:
+async def completion_prompts(
+    prompts: Prompts, tokenizer: Tokenizer, max_tokens: int | None = None
+) -> list[Prompt]:
     """Tokenise the prompts of a completion; ids are taken as they are, and checked later.
 
     Raises:
-        InvalidRequestError: too many prompts.
+        InvalidRequestError: too many prompts, or one that cannot fit in ``max_tokens``.
     """
     if len(prompts) > MAX_PROMPTS:
         raise InvalidRequestError(
@@ -48,7 +50,7 @@ async def completion_prompts(prompts: Prompts, tokenizer: Tokenizer) -> list[Pro
         for index, prompt in enumerate(prompts):
             param = "prompt" if len(prompts) == 1 else f"prompt[{index}]"
             if isinstance(prompt, str):
-                ids = tokenizer.encode(prompt, add_special_tokens=True, param=param)
+                ids = tokenizer.encode(prompt, add_special_tokens=True, param=param, max_tokens=max_tokens)
                 result.append(Prompt(param=param, ids=tuple(ids), text=prompt))
             else:
                 result.append(Prompt(param=param, ids=tuple(prompt), text=None))
@@ -58,11 +60,13 @@ async def completion_prompts(prompts: Prompts, tokenizer: Tokenizer) -> list[Pro
     return encode_all() if num_chars <= MAX_INLINE_CHARS else await asyncio.to_thread(encode_all)
 
 
-async def chat_prompt(messages: list[ChatMessage], tokenizer: Tokenizer) -> Prompt:
+async def chat_prompt(
+    messages: list[ChatMessage], tokenizer: Tokenizer, max_tokens: int | None = None
+) -> Prompt:
     """Render a conversation with the checkpoint's template and tokenise it.
 
     Raises:
-        InvalidRequestError: the template refuses the messages.
+        InvalidRequestError: the template refuses the messages, or they cannot fit in ``max_tokens``.
     """
     if not messages:
         raise InvalidRequestError("messages must hold at least one message", param="messages")
@@ -70,7 +74,7 @@ async def chat_prompt(messages: list[ChatMessage], tokenizer: Tokenizer) -> Prom
 
     def render() -> Prompt:
         text = tokenizer.apply_chat_template(plain, add_generation_prompt=True)
-        ids = tokenizer.encode(text, add_special_tokens=False, param="messages")
+        ids = tokenizer.encode(text, add_special_tokens=False, param="messages", max_tokens=max_tokens)
         return Prompt(param="messages", ids=tuple(ids), text=text)
 
     num_chars = sum(len(message.content) for message in messages) + 64 * len(messages)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -44,3 +46,13 @@ def test_a_port_in_use_raises_with_the_exit_code(capfd: pytest.CaptureFixture[st
             FrontEndProcess(_config(taken.getsockname()[1]))
     assert raised.value.exit_code == 2
     assert "cannot listen on 127.0.0.1" in capfd.readouterr().err
+
+
+def test_a_checkpoint_without_tokenizer_is_found_before_anything_is_announced(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = dataclasses.replace(_config(), model_dir=str(tmp_path))
+    with pytest.raises(ChildFailedError) as raised:
+        FrontEndProcess(config)
+    assert raised.value.exit_code == 2
+    assert "tokenizer.json is missing" in capfd.readouterr().err

@@ -138,3 +138,12 @@ def test_it_stops_when_the_front_end_has_gone(played: PlayedFrontEnd) -> None:
     played.alive = False
     played.thread.join(20)
     assert "front end has gone" in str(played.error)
+
+
+def test_it_stops_when_the_front_end_was_gone_before_it_could_connect() -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as taken:
+        port = taken.bind_to_random_port("tcp://127.0.0.1")
+    service = RankService(LLM().engine, 0, f"tcp://127.0.0.1:{port}", {})
+    with pytest.raises(RuntimeError, match="front end has gone"):
+        service.run()
+    service.close()

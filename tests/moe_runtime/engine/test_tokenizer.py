@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
+import moe_runtime.builtin
 from moe_runtime.engine.request import SamplingParams
 from moe_runtime.engine.tokenizer import Tokenizer, sampling_defaults
 from moe_runtime.errors import CheckpointError, InvalidRequestError
@@ -392,3 +394,26 @@ def test_a_generation_config_that_cannot_be_kept_is_refused_by_name(config, tmp_
     (name,) = config
     with pytest.raises(CheckpointError, match=f"generation_config.json: {name} "):
         sampling_defaults(tmp_path)
+
+
+def test_a_hopeless_text_is_refused_without_encoding_it() -> None:
+    tokenizer = Tokenizer.from_dir(Path(moe_runtime.builtin.__file__).parent)
+    with pytest.raises(InvalidRequestError, match="9000000 bytes of text") as raised:
+        tokenizer.encode("a" * 9_000_000, add_special_tokens=True, max_tokens=1024)
+    assert raised.value.code == "context_length_exceeded"
+    text = "To be or not to be " * 20
+    ids = tokenizer.encode(text, add_special_tokens=True)
+    assert tokenizer.encode(text, add_special_tokens=True, max_tokens=len(ids)) == ids
+
+
+def test_encoding_in_a_thread_does_not_stop_the_others() -> None:
+    tokenizer = Tokenizer.from_dir(Path(moe_runtime.builtin.__file__).parent)
+    thread = threading.Thread(
+        target=tokenizer.encode, args=("a" * 2_000_000,), kwargs={"add_special_tokens": True}
+    )
+    thread.start()
+    num_turns = 0
+    while thread.is_alive():
+        thread.join(0.001)
+        num_turns += 1
+    assert num_turns > 3  # one that held the interpreter's lock would leave a single turn
