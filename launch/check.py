@@ -1,8 +1,8 @@
 """Runs the check on the ranks: flags, process group, progress, table, exit code.
 
-Exit codes: 0 all equal, 2 usage or configuration, 4 a difference (or the start-up self-check failed), 5 a control was
-not noticed. All ranks exit with the same one; torchrun itself turns any of them but 0 into 1 and names it in its
-summary.
+Exit codes: 0 all equal, 2 usage or configuration, 3 does not fit in memory, 4 a difference (or the start-up self-check
+failed), 5 a control was not noticed. All ranks exit with the same one; torchrun itself turns any of them but 0 into 1
+and names it in its summary.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import fields
 from rich.console import Console
 
 from moe_runtime.engine.llm import LLM
-from moe_runtime.errors import CheckpointError, InvarianceError
-from moe_runtime.launch.cli import EXIT_SELF_CHECK, parse_config, usage_error
+from moe_runtime.errors import CapacityError, CheckpointError, InvarianceError
+from moe_runtime.launch.cli import EXIT_NO_FIT, EXIT_SELF_CHECK, parse_config, usage_error
 from moe_runtime.launch.distributed import close_ranks, init_ranks
 from moe_runtime.launch.logs import setup_logging
 from moe_runtime.launch.progress import progress_bar
@@ -49,6 +49,9 @@ def main(args: Sequence[str] | None = None) -> int:
     except InvarianceError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_SELF_CHECK
+    except CapacityError as error:
+        print(f"error: the model does not fit: {error}", file=sys.stderr)
+        return EXIT_NO_FIT
     except (CheckpointError, ValueError, OSError) as error:
         usage_error(str(error))
     if report.exit_code and group.size > 1:
