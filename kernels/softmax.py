@@ -1,7 +1,7 @@
 """log_softmax over the vocabulary, and the most likely ids, CPU.
 
 Numerics: fp32, one row at a time: maximum, exp, one row sum over the contiguous row (blocking fixed by the
-vocabulary size), log. No rounding below fp32. Ranks are by (logprob descending, id ascending).
+vocabulary size), log. No rounding below fp32. Ranks are by (logit descending, id ascending), as in sampling.
 """
 
 from __future__ import annotations
@@ -30,15 +30,21 @@ def log_softmax_reference(logits: torch.Tensor) -> torch.Tensor:
     return torch.log_softmax(logits.double(), dim=-1)
 
 
-def top_logprobs(logprobs: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ``num_top`` most likely ids of each row, lowest id first among equals.
+def top_logprobs(
+    logits: torch.Tensor, logprobs: torch.Tensor, num_top: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ``num_top`` most likely ids of each row, lowest id first among equal logits.
+
+    Ranks by logits: two of them may round to one logprob, and the greedy token must come first.
 
     Args:
-        logprobs: ``[rows, vocab]`` float32.
+        logits: ``[rows, vocab]`` float32.
+        logprobs: ``log_softmax(logits)``.
         num_top: At most ``vocab``.
 
     Returns:
         ids ``[rows, num_top]`` int64 and logprobs ``[rows, num_top]`` float32.
     """
-    ranked = torch.sort(logprobs, dim=-1, descending=True, stable=True)
-    return ranked.indices[:, :num_top], ranked.values[:, :num_top]
+    ranked = torch.where(logits.isnan(), -torch.inf, logits)  # as sampling ranks them
+    ids = torch.sort(ranked, dim=-1, descending=True, stable=True).indices[:, :num_top]
+    return ids, logprobs.gather(-1, ids)

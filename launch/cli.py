@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeVar
 
 import tyro
@@ -22,6 +23,7 @@ __all__ = [
     "EXIT_SELF_CHECK",
     "EXIT_USAGE",
     "parse_config",
+    "print_error",
     "usage_error",
 ]
 
@@ -43,7 +45,7 @@ def parse_config(
 ) -> _Config:
     """Parse flags over the environment over the defaults.
 
-    Exits with code 2 and one message on bad input, with code 0 after ``--help``.
+    Exits with code 2 and one message on bad input, with code 0 after ``--help``. Ranks other than 0 say it in one line.
 
     Args:
         config_type: Frozen dataclass; nested dataclasses contribute their fields as flags of their own.
@@ -51,13 +53,12 @@ def parse_config(
         prog: Name shown in the usage line.
         description: Shown by ``--help``; by default the class's docstring.
     """
-    is_first_rank = os.environ.get("RANK", "0") == "0"
-    quiet = contextlib.nullcontext() if is_first_rank else contextlib.redirect_stderr(io.StringIO())
     try:
         default = from_environment(
             config_type, os.environ, known=_known_variables(), required=tyro.MISSING_NONPROP
         )
-        with quiet:
+
+        def parse() -> _Config:
             return tyro.cli(
                 config_type,
                 args=args,
@@ -66,15 +67,52 @@ def parse_config(
                 description=description,
                 config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff),
             )
+
+        return parse() if _rank() == "0" else _in_one_line(parse)
     except ValueError as error:
         usage_error(str(error))
 
 
 def usage_error(message: str) -> NoReturn:
-    """Print one line, on rank 0 alone, and exit with the code for bad usage or configuration."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"error: {message}", file=sys.stderr, flush=True)
+    """Print one line and exit with the code for bad usage or configuration."""
+    print_error(message)
     raise SystemExit(EXIT_USAGE)
+
+
+def print_error(message: str) -> None:
+    """Print ``error: message`` on standard error; on ranks other than 0 as one line that starts with ``[rank r]``.
+
+    Every rank speaks: a fault may be on one of them alone.
+    """
+    text = f"error: {message}\n"
+    if _rank() != "0":
+        text = f"[rank {_rank()}] error: {'; '.join(message.splitlines())}\n"
+    sys.stderr.write(text)  # in one write, so that lines of several ranks do not mix
+    sys.stderr.flush()
+
+
+def _rank() -> str:
+    return os.environ.get("RANK", "0")
+
+
+def _in_one_line(parse: Callable[[], _Config]) -> _Config:
+    """Call tyro without its boxes: what they say becomes one line, and nothing is left of ``--help``."""
+    shown = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(shown):
+            return parse()
+    except SystemExit as end:
+        if end.code:
+            usage_error(_without_box(shown.getvalue()))
+        raise
+
+
+def _without_box(text: str) -> str:
+    """The sentence inside a box of tyro's, without its title and its reference to the help text."""
+    plain = re.sub(r"\x1b\[[0-9;]*m|[\u2500-\u257f]", "", text)
+    lines = [line.strip(" |+") for line in plain.splitlines()[1:]]
+    sentence = " ".join(line for line in lines if line.strip("-"))
+    return " ".join(sentence.partition("For full helptext")[0].split())
 
 
 def _known_variables() -> list[str]:

@@ -1,24 +1,29 @@
 """``python -m moe_runtime.generate``: a file of prompts in, a file of results out, in the same order.
 
-Under torchrun every rank reads the input, rank 0 writes the output.
+Under torchrun every rank reads the input, rank 0 writes the output: beside its place first, which it takes when it is
+complete.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
 import sys
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import msgspec
 
+from moe_runtime.comm.groups import RankGroup
 from moe_runtime.config import GenerateConfig
 from moe_runtime.engine.llm import LLM, RequestOutput
 from moe_runtime.engine.messages import TokenLogprobs
 from moe_runtime.engine.request import SamplingParams
 from moe_runtime.errors import CheckpointError, InvalidRequestError, InvarianceError
-from moe_runtime.launch.cli import EXIT_OK, EXIT_SELF_CHECK, parse_config, usage_error
+from moe_runtime.launch.cli import EXIT_OK, EXIT_SELF_CHECK, parse_config, print_error, usage_error
 from moe_runtime.launch.distributed import close_ranks, init_ranks
 from moe_runtime.launch.logs import setup_logging
 from moe_runtime.launch.progress import progress_bar
@@ -32,41 +37,30 @@ def main(args: Sequence[str] | None = None) -> int:
     """Generate for every line of the input. Returns the exit code."""
     config = parse_config(GenerateConfig, args, prog="moe_runtime.generate")
     try:
+        _check_distinct(config.input, config.output)
         group = init_ranks()
         setup_logging(group.rank)
         lines = _read_lines(config.input)
         parsed = [parse_line(line, number) for number, line in enumerate(lines, 1) if line.strip()]
-        options = {f.name: getattr(config.engine, f.name) for f in fields(config.engine) if f.name != "model"}
-        with progress_bar("loading weights", shown=group.rank == 0) as on_progress:
-            llm = LLM(config.engine.model, group=group, on_progress=on_progress, **options)
-        prompts = [_prompt(llm, prompt) for prompt, _ in parsed]
-        num_mine = len(range(group.rank, len(parsed), group.size))
-        with progress_bar("generating", shown=group.rank == 0) as on_progress:
-            results = llm.generate(
-                prompts,
-                [params for _, params in parsed],
-                on_finished=lambda done: on_progress(done * group.size, num_mine * group.size),
-            )
+        with contextlib.ExitStack() as stack:
+            output = stack.enter_context(_open_output(config.output)) if group.rank == 0 else None
+            results = _generate(config, parsed, group)
+            if output is not None:
+                output.write(b"".join(result_line(result) + b"\n" for result in results))
+                output.flush()
     except InvarianceError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(str(error))
         return EXIT_SELF_CHECK
     except InvalidRequestError as error:
         usage_error(error.message)
     except (CheckpointError, ValueError, OSError) as error:
         usage_error(str(error))
-    if group.rank == 0:
-        text = b"".join(result_line(result) + b"\n" for result in results)
-        if str(config.output) == "-":
-            sys.stdout.buffer.write(text)
-            sys.stdout.buffer.flush()
-        else:
-            config.output.write_bytes(text)
     close_ranks(group)
     return EXIT_OK
 
 
-def parse_line(line: str, number: int) -> tuple[str | list[int] | list[dict[str, str]], SamplingParams]:
-    """A prompt (text, token ids, or chat messages) and its parameters from one line of JSON.
+def parse_line(line: str, number: int) -> tuple[str | list[int] | list[dict[str, str]], dict[str, Any]]:
+    """A prompt (text, token ids, or chat messages) and the fields of ``SamplingParams`` that one line of JSON sets.
 
     Raises:
         ValueError: naming the line, field, value and rule.
@@ -87,9 +81,10 @@ def parse_line(line: str, number: int) -> tuple[str | list[int] | list[dict[str,
             content: Any = msgspec.convert(prompt, str | list[int])
         else:
             content = msgspec.convert(messages, list[dict[str, str]])
-        return content, msgspec.convert(fields_given, SamplingParams)
+        params = msgspec.convert(fields_given, SamplingParams)
     except msgspec.ValidationError as error:
         raise ValueError(f"line {number}: {error}") from None
+    return content, {name: getattr(params, name) for name in fields_given}
 
 
 def result_line(result: RequestOutput) -> bytes:
@@ -114,10 +109,63 @@ def result_line(result: RequestOutput) -> bytes:
     )
 
 
+def _generate(
+    config: GenerateConfig,
+    parsed: Sequence[tuple[str | list[int] | list[dict[str, str]], dict[str, Any]]],
+    group: RankGroup,
+) -> list[RequestOutput]:
+    options = {f.name: getattr(config.engine, f.name) for f in fields(config.engine) if f.name != "model"}
+    with progress_bar("loading weights", shown=group.rank == 0) as on_progress:
+        llm = LLM(config.engine.model, group=group, on_progress=on_progress, **options)
+    defaults = llm.default_sampling_params()
+    num_mine = len(range(group.rank, len(parsed), group.size))
+    with progress_bar("generating", shown=group.rank == 0) as on_progress:
+        return llm.generate(
+            [_prompt(llm, prompt) for prompt, _ in parsed],
+            [replace(defaults, **given) for _, given in parsed],
+            on_finished=lambda done: on_progress(done * group.size, num_mine * group.size),
+        )
+
+
 def _entries(logprobs: Sequence[TokenLogprobs | None] | None) -> list[dict[str, Any] | None] | None:
     if logprobs is None:
         return None
     return [None if entry is None else msgspec.structs.asdict(entry) for entry in logprobs]
+
+
+def _check_distinct(source: Path, target: Path) -> None:
+    if str(source) != "-" and source.is_file() and target.exists() and target.samefile(source):
+        raise ValueError(f"output ({target}) must be another file than input ({source})")
+
+
+@contextlib.contextmanager
+def _open_output(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes the place of ``path`` at the end, and is gone after an error.
+
+    Standard output, and what exists but is no regular file (a pipe, /dev/null), is written to directly.
+    """
+    if str(path) == "-":
+        yield sys.stdout.buffer
+        return
+    target = Path(os.path.realpath(path))  # a link stays, and what it names is replaced
+    is_direct = target.exists() and not target.is_file()
+    partial = target if is_direct else target.with_name(f".moe-runtime-{os.getpid()}.partial")
+    try:
+        if target.is_file():
+            target.open("ab").close()  # renaming would replace even a file that may not be written
+        file = partial.open("wb")
+    except OSError as error:
+        raise ValueError(f"output ({path}) cannot be written: {error.strerror}") from None
+    try:
+        with file:
+            yield file
+        if not is_direct:
+            if target.exists():
+                shutil.copymode(target, partial)
+            partial.replace(target)
+    finally:
+        if not is_direct:
+            partial.unlink(missing_ok=True)
 
 
 def _read_lines(path: Path) -> list[str]:

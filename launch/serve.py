@@ -53,8 +53,8 @@ def main(args: Sequence[str] | None = None) -> int:
     start_s = time.monotonic()
     config = parse_config(ServeConfig, args, prog="moe_runtime.serve")
     try:
-        setup_logging(int(os.environ.get("RANK", "0")))
         group = init_ranks()
+        setup_logging(group.rank)
         plan = plan_model(config.engine, group)
         deployment = plan_deployment(plan, config.engine)
     except (CheckpointError, ValueError) as error:
@@ -78,17 +78,10 @@ def main(args: Sequence[str] | None = None) -> int:
     if greetings[0].exit_code:
         close_ranks(group)
         return greetings[0].exit_code
-    for rank, other in enumerate(greetings):
-        if other.identity != greetings[0].identity:
-            logger.error(
-                "rank %d was started with other flags or another checkpoint than rank 0: %s against %s",
-                rank,
-                other.identity,
-                greetings[0].identity,
-            )
+    try:
+        if _has_other_identity(greetings, group):
             close_ranks(group)
             return EXIT_USAGE
-    try:
         return _serve(config, plan, deployment, group, front_end, greetings[0], start_s)
     finally:
         if front_end is not None:
@@ -102,6 +95,20 @@ class _Greeting(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: str = ""
     port: int = 0
     exit_code: int = 0
+
+
+def _has_other_identity(greetings: Sequence[_Greeting], group: RankGroup) -> bool:
+    """Whether some rank was started unlike rank 0; the lowest such rank says so."""
+    identity = greetings[0].identity
+    others = [rank for rank, greeting in enumerate(greetings) if greeting.identity != identity]
+    if others and group.rank == others[0]:
+        logger.error(
+            "rank %d was started with other flags or another checkpoint than rank 0: %s against %s",
+            group.rank,
+            greetings[group.rank].identity,
+            identity,
+        )
+    return bool(others)
 
 
 def _serve(
@@ -119,6 +126,8 @@ def _serve(
             model = load_model(plan, config.engine, group, on_progress=on_progress)
         with progress_bar("capturing graphs", shown=group.rank == 0) as on_capture:
             engine = start_engine(model, deployment, config.engine, group, on_capture=on_capture)
+    except CheckpointError as error:
+        usage_error(str(error))
     except InvarianceError as error:
         logger.error("%s", error)
         return EXIT_SELF_CHECK

@@ -5,6 +5,7 @@ Flags, ``MOE_RUNTIME_*`` variables and their documentation all come from these c
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -39,6 +40,12 @@ class HTTPConfig:
             raise ValueError(f"port ({self.port}) must be in [0, 65535]")
         if self.api_key is not None and not self.api_key:
             raise ValueError("api_key must not be empty; leave it out to ask for none")
+        if self.served_model_name is not None and not self.served_model_name:
+            raise ValueError("served_model_name must not be empty; leave it out to take the model's")
+        if not math.isfinite(self.drain_timeout_s) or self.drain_timeout_s < 0:
+            raise ValueError(f"drain_timeout_s ({self.drain_timeout_s}) must be finite and not negative")
+        if not math.isfinite(self.heartbeat_timeout_s) or self.heartbeat_timeout_s <= 0:
+            raise ValueError(f"heartbeat_timeout_s ({self.heartbeat_timeout_s}) must be finite and positive")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +62,10 @@ class GenerateConfig:
 
     Attributes:
         input: JSON lines; each an object with ``prompt`` (text or token ids) or ``messages``, and any sampling
-            parameters (``temperature``, ``max_tokens``, ``logprobs``, ...). ``-`` is standard input.
-        output: JSON lines, one per input line and in its order. ``-`` is standard output.
+            parameters (``temperature``, ``max_tokens``, ``logprobs``, ...). Temperature, top_p, top_k and min_p that a
+            line leaves out are the checkpoint's (``generation_config.json``), as over HTTP. ``-`` is standard input.
+        output: JSON lines, one per input line and in its order; another file than the input, and complete or not
+            there. ``-`` is standard output.
     """
 
     input: Path

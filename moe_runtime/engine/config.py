@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from moe_runtime.engine.request import SEED_MAX, SEED_MIN
+
 __all__ = ["EngineConfig"]
 
 
@@ -52,6 +54,8 @@ class EngineConfig:
                 raise ValueError(f"{name} ({value}) must be at least 1")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization ({self.gpu_memory_utilization}) must be in (0, 1]")
+        if self.seed is not None and not SEED_MIN <= self.seed <= SEED_MAX:
+            raise ValueError(f"seed ({self.seed}) must be in [{SEED_MIN}, {SEED_MAX}]")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "

@@ -19,7 +19,7 @@ from moe_runtime.engine.messages import SequenceOutput, TokenLogprobs
 from moe_runtime.engine.model_loader import LoadedModel, load_model, plan_model
 from moe_runtime.engine.request import Request, SamplingParams, choice_seed, make_request
 from moe_runtime.engine.text import TextStream
-from moe_runtime.engine.tokenizer import Tokenizer
+from moe_runtime.engine.tokenizer import Tokenizer, sampling_defaults
 from moe_runtime.errors import CheckpointError
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput"]
@@ -119,6 +119,18 @@ class LLM:
         del self.engine  # its cache makes room for the next one's
         self._start_engine()
 
+    def default_sampling_params(self) -> SamplingParams:
+        """The checkpoint's own temperature, top_p, top_k and min_p (``generation_config.json``), as over HTTP.
+
+        Change single fields with ``dataclasses.replace``; ``SamplingParams(...)`` itself knows no checkpoint, and what
+        it leaves out is 1.0 or off.
+
+        Raises:
+            CheckpointError: the file is malformed, or asks for what is not implemented (``repetition_penalty`` other
+                than 1, beams, ...).
+        """
+        return SamplingParams(**sampling_defaults(self.model.plan.model_dir))
+
     def generate(
         self,
         prompts: SequenceOf[str | SequenceOf[int]],
@@ -132,7 +144,8 @@ class LLM:
 
         Args:
             prompts: Texts or token ids.
-            params: For all prompts, or one per prompt.
+            params: For all prompts, or one per prompt, taken exactly as given; by default
+                ``default_sampling_params()``.
             ranks: Rank that serves each prompt; by default they take turns.
             arrival_steps: Step at which each prompt arrives; by default all at the first.
             on_finished: Told the number of this rank's prompts that have finished.
@@ -142,9 +155,12 @@ class LLM:
 
         Raises:
             InvalidRequestError: a prompt or a parameter breaks a rule; nothing has run.
+            CheckpointError: ``params`` is None and ``default_sampling_params`` refuses.
         """
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
+        if params is None:
+            params = self.default_sampling_params()
+        if isinstance(params, SamplingParams):
+            params = [params] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(f"params ({len(params)}) must be one, or as many as prompts ({len(prompts)})")
         requests = [

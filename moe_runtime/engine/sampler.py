@@ -90,13 +90,14 @@ def _with_logprobs(
     wanted = [i for i, num in enumerate(num_top) if num is not None]
     entries: dict[int, TokenLogprobs] = {}
     if wanted:
-        logprobs = log_softmax(logits[torch.tensor(wanted)])
+        wanted_logits = logits[torch.tensor(wanted)]
+        logprobs = log_softmax(wanted_logits)
         own = logprobs.gather(1, torch.tensor([[token_ids[i]] for i in wanted])).squeeze(1).tolist()
         most = max(num_top[i] or 0 for i in wanted)
         top_ids: list[list[int]] = [[]] * len(wanted)
         top_values: list[list[float]] = [[]] * len(wanted)
         if most:
-            ids, values = top_logprobs(logprobs, most)
+            ids, values = top_logprobs(wanted_logits, logprobs, most)
             top_ids, top_values = ids.tolist(), values.tolist()
         for i, logprob, ids_i, values_i in zip(wanted, own, top_ids, top_values, strict=True):
             num = num_top[i] or 0

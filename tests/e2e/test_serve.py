@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -46,6 +47,13 @@ def test_http_and_offline_give_the_same_bits(server: RunningServer) -> None:
     entries = offline.outputs[0].logprobs
     assert entries is not None
     assert choice["logprobs"]["token_logprobs"] == [entry.logprob for entry in entries]
+
+
+def test_http_and_offline_share_the_checkpoint_s_defaults(server: RunningServer) -> None:
+    choice = server.complete(prompt=PROMPT, max_tokens=40, seed=9, return_token_ids=True)["choices"][0]
+    llm = LLM()
+    params = replace(llm.default_sampling_params(), max_tokens=40, seed=9)
+    assert tuple(choice["token_ids"]) == llm.generate([PROMPT], params)[0].outputs[0].token_ids
 
 
 def test_an_answer_does_not_depend_on_the_load(server: RunningServer) -> None:
@@ -148,6 +156,44 @@ def test_a_port_in_use_is_told_before_anything_is_loaded() -> None:
     assert done.returncode == 2
     assert f"cannot listen on 127.0.0.1 port {port}" in done.stderr
     assert "self-check" not in done.stderr
+
+
+def test_more_kv_blocks_than_memory_are_told_before_anything_is_loaded() -> None:
+    command = [sys.executable, "-m", "moe_runtime.serve", "--port", "0", "--device", "cpu"]
+    command += ["--kv-cache-blocks", str(10**9)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 3, done.stderr
+    assert "the model does not fit: the ranks of this host need" in done.stderr
+    assert "lower kv_cache_blocks" in done.stderr
+    assert "self-check" not in done.stderr
+
+
+def _two_ranks(folder: Path, on_rank_1: str) -> subprocess.CompletedProcess[str]:
+    """Two ranks to their end, one variable set on rank 1 alone."""
+    script = folder / "rank.sh"
+    script.write_text(
+        f'#!/bin/sh\nif [ "$RANK" = 1 ]; then export {on_rank_1}; fi\n'
+        f"exec {sys.executable} -m moe_runtime.serve --port 0 --device cpu\n"
+    )
+    script.chmod(0o755)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--no-python", str(script)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_ranks_with_other_flags_do_not_start(tmp_path: Path) -> None:
+    done = _two_ranks(tmp_path, "MOE_RUNTIME_MAX_NUM_SEQS=9")
+    assert done.returncode != 0
+    assert done.stderr.count("started with other flags or another checkpoint") == 1
+    assert "rank 1 was started with other flags or another checkpoint than rank 0" in done.stderr
+    assert "max_num_seqs=9" in done.stderr
+    assert "self-check" not in done.stderr
+
+
+def test_a_fault_of_rank_1_alone_is_told(tmp_path: Path) -> None:
+    done = _two_ranks(tmp_path, "MOE_RUNTIME_PORT=100000")
+    assert done.returncode != 0
+    assert "[rank 1] error: port (100000) must be in [0, 65535]\n" in done.stderr
 
 
 def test_the_readme_command_serves_the_same_bits_on_eight_ranks(server: RunningServer) -> None:

@@ -55,17 +55,34 @@ def test_huge_logits_and_minus_infinity():
 
 def test_equal_logprobs_rank_by_lowest_id():
     logits = torch.tensor([[1.0, 3.0, 3.0, 1.0, 3.0, 0.0], [2.0] * 6])
-    ids, values = top_logprobs(log_softmax(logits), 4)
+    ids, values = top_logprobs(logits, log_softmax(logits), 4)
     assert ids.tolist() == [[1, 2, 4, 0], [0, 1, 2, 3]]
     assert_bits_equal(values, log_softmax(logits).gather(1, ids))
 
 
 @pytest.mark.parametrize("num_top", [0, 1, 5, 20])
 def test_the_top_ids_are_the_reference_s(num_top):
-    logprobs = log_softmax(hostile("normal", (17, 50), seed=5).mul(4).round())  # many ties
-    ids, _ = top_logprobs(logprobs, num_top)
-    for row, found in zip(logprobs.tolist(), ids.tolist(), strict=True):
+    logits = hostile("normal", (17, 50), seed=5).mul(4).round()  # many ties
+    ids, _ = top_logprobs(logits, log_softmax(logits), num_top)
+    for row, found in zip(logits.tolist(), ids.tolist(), strict=True):
         assert found == sorted(range(50), key=lambda i, row=row: (-row[i], i))[:num_top]
+
+
+def test_logits_that_round_to_one_logprob_rank_by_logit():
+    logits = torch.zeros(1, 1000)
+    logits[0, 7] = torch.finfo(torch.float32).tiny
+    logits[0, 900] = 1e-9
+    logprobs = log_softmax(logits)
+    assert logprobs.unique().numel() == 1
+    ids, values = top_logprobs(logits, logprobs, 4)
+    assert ids.tolist() == [[900, 7, 0, 1]]
+    assert_bits_equal(values, logprobs[:, :4])
+
+
+def test_not_a_number_ranks_as_minus_infinity():
+    logits = torch.tensor([[torch.nan, 1.0, -torch.inf, 2.0]])
+    ids, _ = top_logprobs(logits, log_softmax(logits), 4)
+    assert ids.tolist() == [[3, 1, 0, 2]]
 
 
 def test_control_a_sum_over_another_order_of_the_vocabulary_has_other_bits():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -21,6 +22,24 @@ def test_defaults_serve_the_built_in_model_on_port_8000() -> None:
     [
         (HTTPConfig, {"port": 65536}, r"port \(65536\) must be in \[0, 65535\]"),
         (HTTPConfig, {"api_key": ""}, "api_key must not be empty"),
+        (HTTPConfig, {"served_model_name": ""}, "served_model_name must not be empty"),
+        (HTTPConfig, {"drain_timeout_s": -0.1}, r"drain_timeout_s \(-0.1\) must be finite and not negative"),
+        (HTTPConfig, {"drain_timeout_s": math.inf}, r"drain_timeout_s \(inf\) must be finite"),
+        (HTTPConfig, {"drain_timeout_s": math.nan}, r"drain_timeout_s \(nan\) must be finite"),
+        (
+            HTTPConfig,
+            {"heartbeat_timeout_s": 0.0},
+            r"heartbeat_timeout_s \(0.0\) must be finite and positive",
+        ),
+        (
+            HTTPConfig,
+            {"heartbeat_timeout_s": -1.0},
+            r"heartbeat_timeout_s \(-1.0\) must be finite and positive",
+        ),
+        (HTTPConfig, {"heartbeat_timeout_s": math.inf}, r"heartbeat_timeout_s \(inf\) must be finite"),
+        (HTTPConfig, {"heartbeat_timeout_s": math.nan}, r"heartbeat_timeout_s \(nan\) must be finite"),
+        (EngineConfig, {"seed": 2**63}, r"seed \(9223372036854775808\) must be in \[-9223372036854775808, "),
+        (EngineConfig, {"seed": -(2**63) - 1}, r"seed \(-9223372036854775809\) must be in "),
         (EngineConfig, {"kv_cache_blocks": 0}, r"kv_cache_blocks \(0\) must be at least 1"),
         (
             EngineConfig,
@@ -32,3 +51,8 @@ def test_defaults_serve_the_built_in_model_on_port_8000() -> None:
 def test_bad_values_raise_with_field_value_and_rule(kind: Any, values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         kind(**values)
+
+
+def test_values_at_the_edges_are_taken() -> None:
+    assert HTTPConfig(drain_timeout_s=0.0).drain_timeout_s == 0.0
+    assert [EngineConfig(seed=seed).seed for seed in (-(2**63), 2**63 - 1)] == [-(2**63), 2**63 - 1]

@@ -12,7 +12,7 @@ import pytest
 import moe_runtime.builtin
 from moe_runtime.engine.llm import LLM
 from moe_runtime.engine.request import MAX_LOGPROBS, SamplingParams
-from moe_runtime.errors import InvalidRequestError
+from moe_runtime.errors import CheckpointError, InvalidRequestError
 from tests.checkpoints import tiny_config, write_checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -349,3 +349,36 @@ def test_reconfigured_limits_hold_and_change_no_bit(llm):
         assert llm.engine.num_steps > len(PROMPT) // 3
     finally:
         llm.reconfigure(max_num_seqs=8, max_num_batched_tokens=512, kv_cache_blocks=16)
+
+
+# The checkpoint's sampling defaults
+
+
+def test_without_parameters_the_checkpoint_s_are_used(llm):
+    file = llm.model.plan.model_dir / "generation_config.json"
+    before = file.read_text()
+    try:
+        file.write_text(json.dumps({"temperature": 0.5, "top_p": 0.9, "top_k": 1, "min_p": 0.25}))
+        defaults = llm.default_sampling_params()
+        assert defaults == SamplingParams(temperature=0.5, top_p=0.9, top_k=1, min_p=0.25)
+        assert ids_of(llm, params=None) == ids_of(llm, params=SamplingParams(temperature=0))
+        assert ids_of(llm, params=replace(defaults, max_tokens=12)) == ids_of(llm)  # top_k 1 is greedy
+        own = replace(WILD, seed=3)
+        given = ids_of(llm, params=own)
+        file.write_text(before)
+        assert ids_of(llm, params=own) == given != ids_of(llm)
+        assert llm.default_sampling_params() == SamplingParams()
+    finally:
+        file.write_text(before)
+
+
+def test_defaults_that_are_not_implemented_are_refused(llm):
+    file = llm.model.plan.model_dir / "generation_config.json"
+    before = file.read_text()
+    try:
+        file.write_text(json.dumps({"repetition_penalty": 1.1}))
+        with pytest.raises(CheckpointError, match=r"repetition_penalty \(1.1\) is not implemented"):
+            llm.generate([PROMPT])
+        assert len(ids_of(llm)[0]) == GREEDY.max_tokens
+    finally:
+        file.write_text(before)

@@ -93,9 +93,26 @@ def test_tokens_and_logprobs_are_those_of_the_definition():
             assert scored.logprobs is None
             continue
         assert scored.logprobs.logprob == logprobs[i, expected].item()
-        ranked = sorted(range(VOCAB), key=lambda t, i=i: (-logprobs[i, t].item(), t))[:num_top]
+        ranked = sorted(range(VOCAB), key=lambda t, i=i: (-logits[i, t].item(), t))[:num_top]
         assert list(scored.logprobs.top_ids) == ranked
         assert list(scored.logprobs.top_logprobs) == logprobs[i, ranked].tolist()
+
+
+def test_the_greedy_token_is_the_first_alternative_of_a_flat_row():
+    class Flat:
+        """Equal logits but one, an ulp above."""
+
+        def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+            logits = torch.full((hidden.shape[0], VOCAB), 0.125)
+            logits[:, 77] = torch.nextafter(torch.tensor(0.125), torch.tensor(1.0))
+            return logits
+
+    logprobs = log_softmax(Flat().logits(torch.zeros(1, HIDDEN)))
+    assert logprobs[0, 77] == logprobs[0, 0]
+    [scored] = score_rows(Flat(), torch.zeros(1, HIDDEN), [row(0, temperature=0, logprobs=3)])
+    assert scored.token_id == 77
+    assert scored.logprobs.top_ids == (77, 0, 1)
+    assert scored.logprobs.top_logprobs == (scored.logprobs.logprob,) * 3
 
 
 def test_forced_tokens_follow_each_other():
