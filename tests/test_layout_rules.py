@@ -26,6 +26,7 @@ WITHOUT_TEST_FILE = {
     "moe_runtime/engine/cpu_runner.py": "what every engine test runs on",
     "launch/serve.py": "run as users do by tests/e2e/test_serve.py",
     "moe_runtime/errors.py": "exception classes; raised in every other test",
+    "moe_runtime/engine/model_files.py": "two readers; tested through test_tokenizer.py, test_generation_config.py",
     "moe_runtime/models/decoder.py": "shared by the architectures; tested through test_qwen3_moe.py, test_mixtral.py",
     "moe_runtime/models/model_config.py": "dataclasses without code",
     "moe_runtime/serve.py": "hands over to launch; e2e tests run it",

@@ -15,11 +15,12 @@ import msgspec
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.engine.backend import plan_deployment, start_engine
 from moe_runtime.engine.config import EngineConfig
+from moe_runtime.engine.generation_config import sampling_defaults
 from moe_runtime.engine.messages import SequenceOutput, TokenLogprobs
 from moe_runtime.engine.model_loader import LoadedModel, load_model, plan_model
 from moe_runtime.engine.request import Request, SamplingParams, choice_seed, make_request
 from moe_runtime.engine.text import TextStream
-from moe_runtime.engine.tokenizer import Tokenizer, sampling_defaults
+from moe_runtime.engine.tokenizer import Tokenizer
 from moe_runtime.errors import CheckpointError
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput"]

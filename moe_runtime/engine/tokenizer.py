@@ -1,4 +1,4 @@
-"""Tokenizer of a Hugging Face checkpoint: ids to text and back, sampling defaults. Imports no torch.
+"""Tokenizer of a Hugging Face checkpoint: ids to text and back. Imports no torch.
 
 Decoding works on bytes. The checkpoint's decoder is turned into one exact byte string per token, and text
 is the UTF-8 decoding of their concatenation, one U+FFFD for each maximal invalid part (WHATWG Encoding
@@ -18,40 +18,20 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import tokenizers
 import tokenizers.decoders
 
+from moe_runtime.engine.model_files import read_json, read_text
 from moe_runtime.engine.text import ChatTemplate
 from moe_runtime.errors import CheckpointError, InvalidRequestError
 
-__all__ = ["IncrementalDecoder", "SamplingDefaults", "Tokenizer", "sampling_defaults"]
+__all__ = ["IncrementalDecoder", "Tokenizer"]
 
 _NAMED_SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
-# Keys of generation_config.json that change results, by the value (beside null) that changes nothing.
-_UNSUPPORTED_GENERATION_KEYS: tuple[tuple[Any, str], ...] = (
-    (1, "encoder_repetition_penalty guidance_scale num_beam_groups num_beams repetition_penalty typical_p"),
-    (0, "diversity_penalty encoder_no_repeat_ngram_size epsilon_cutoff eta_cutoff frequency_penalty"),
-    (0, "min_length min_new_tokens no_repeat_ngram_size penalty_alpha presence_penalty"),
-    ([], "bad_words_ids begin_suppress_tokens constraints force_words_ids forced_decoder_ids sequence_bias"),
-    ([], "suppress_tokens"),
-    (False, "remove_invalid_values renormalize_logits"),
-    (None, "dola_layers exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id top_h"),
-    (None, "watermarking_config"),
-)
-
 NORMALIZER_MARGIN = 4
-
-
-class SamplingDefaults(TypedDict):
-    """Values for the fields of ``SamplingParams`` that a request leaves out."""
-
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +112,7 @@ class Tokenizer:
             CheckpointError: naming the file that is missing or malformed.
         """
         file = path / "tokenizer.json"
-        text = _read_text(file)
+        text = read_text(file)
         if text is None:
             raise CheckpointError(f"{file} is missing; a checkpoint needs its tokenizer in this format")
         try:
@@ -140,9 +120,9 @@ class Tokenizer:
         except Exception as error:  # the library raises Exception itself
             raise CheckpointError(f"{file} is malformed: {error}") from error
         config_file = path / "tokenizer_config.json"
-        config = _read_json(config_file)
+        config = read_json(config_file)
         map_file = path / "special_tokens_map.json"
-        named = _named_special_tokens(_read_json(map_file), map_file)
+        named = _named_special_tokens(read_json(map_file), map_file)
         named |= _named_special_tokens(config, config_file)
         _add_tokens(backend, config, config_file)
         return cls(
@@ -323,77 +303,6 @@ class IncrementalDecoder:
         return piece
 
 
-def sampling_defaults(model_dir: Path) -> SamplingDefaults:
-    """What ``generation_config.json`` says about sampling; absent keys are 1.0 or off, not another
-    library's values.
-
-    ``do_sample`` false gives temperature 0, whatever ``temperature`` says. ``top_k`` 0 and -1 are off.
-
-    Raises:
-        CheckpointError: naming file, key, value and rule, for malformed values and for keys that would change
-            results but are not implemented (``repetition_penalty`` other than 1, beams, ...).
-    """
-    file = model_dir / "generation_config.json"
-    config = _read_json(file)
-    for neutral, names in _UNSUPPORTED_GENERATION_KEYS:
-        for name in names.split():
-            value = config.get(name)
-            is_same = value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
-            if value is not None and not is_same:
-                raise CheckpointError(
-                    f"{file}: {name} ({value!r}) is not implemented; it must be {neutral!r} or absent"
-                )
-    do_sample = config.get("do_sample")
-    if do_sample not in (None, True, False):
-        raise CheckpointError(f"{file}: do_sample ({do_sample!r}) must be true or false")
-    temperature = _config_number(file, config, "temperature", 1.0, 0.0, 100.0)
-    top_p = _config_number(file, config, "top_p", 1.0, 0.0, 1.0)
-    if top_p == 0.0:
-        raise CheckpointError(f"{file}: top_p ({top_p:g}) must be above 0")
-    top_k = config.get("top_k")
-    if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < -1):
-        raise CheckpointError(f"{file}: top_k ({top_k!r}) must be an integer of at least -1")
-    return SamplingDefaults(
-        temperature=0.0 if do_sample is False else temperature,
-        top_p=top_p,
-        top_k=top_k if top_k is not None and top_k > 0 else 0,
-        min_p=_config_number(file, config, "min_p", 0.0, 0.0, 1.0),
-    )
-
-
-def _config_number(
-    file: Path, config: Mapping[str, Any], name: str, default: float, low: float, high: float
-) -> float:
-    value = config.get(name)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise CheckpointError(f"{file}: {name} ({value!r}) must be a number in [{low:g}, {high:g}]")
-    return float(value)
-
-
-def _read_text(file: Path) -> str | None:
-    try:
-        return file.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    text = _read_text(file)
-    if text is None:
-        return {}
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise CheckpointError(f"{file} is malformed: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file} is malformed: must hold a JSON object, not {type(value).__name__}")
-    return value
-
-
 def _named_special_tokens(config: Mapping[str, Any], file: Path) -> dict[str, str]:
     named = {}
     for name in _NAMED_SPECIAL_TOKENS:
@@ -439,7 +348,7 @@ def _chat_templates(path: Path, config: Mapping[str, Any], config_file: Path) ->
     ):
         raise CheckpointError(f"{config_file}: chat_template must be a string or a list of named templates")
     templates: dict[str, str] = {entry["name"]: entry["template"] for entry in entries}
-    text = _read_text(path / "chat_template.jinja")
+    text = read_text(path / "chat_template.jinja")
     if text is not None:
         templates["default"] = text
     return templates

@@ -7,8 +7,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from moe_runtime.engine.generation_config import SamplingDefaults
 from moe_runtime.engine.request import choice_seed
-from moe_runtime.engine.tokenizer import SamplingDefaults, Tokenizer
+from moe_runtime.engine.tokenizer import Tokenizer
 from moe_runtime.server.client import EngineClient
 from moe_runtime.server.config import ServerConfig
 from moe_runtime.server.errors import ApiError

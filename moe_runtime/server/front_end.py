@@ -27,7 +27,8 @@ from typing import Any
 import msgspec
 import uvicorn
 
-from moe_runtime.engine.tokenizer import Tokenizer, sampling_defaults
+from moe_runtime.engine.generation_config import sampling_defaults
+from moe_runtime.engine.tokenizer import Tokenizer
 from moe_runtime.server.app import create_app
 from moe_runtime.server.client import EngineClient, Phase
 from moe_runtime.server.config import ServerConfig

@@ -6,8 +6,8 @@ import contextlib
 import re
 from collections.abc import Iterator, Mapping
 
+from moe_runtime.engine.generation_config import SamplingDefaults
 from moe_runtime.engine.request import SamplingParams
-from moe_runtime.engine.tokenizer import SamplingDefaults
 from moe_runtime.errors import InvalidRequestError
 from moe_runtime.server.schemas import GenerationBody
 
