@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from moe_runtime.engine.expert_weights import is_local, make_moe
 from moe_runtime.eplb.placement import ExpertPlacement, contiguous_placement
 from moe_runtime.errors import InvarianceError
 from moe_runtime.kernels.audit import AuditReport, audit_shapes
+from moe_runtime.kernels.golden_digests import cpu_key
 from moe_runtime.layers.decoder import Decoder
 from moe_runtime.models.checkpoint import Checkpoint
 from moe_runtime.models.dummy_checkpoint import DummyCheckpoint
@@ -288,7 +288,7 @@ def _check_gpu_model(config: ModelConfig) -> None:
 def _architecture(device: torch.device) -> str:
     """What equal bits need of the hardware."""
     if device.type == "cpu":
-        return f"cpu-{platform.machine()}"
+        return f"cpu {cpu_key()}"
     major, minor = torch.cuda.get_device_capability(device)
     return f"cuda-sm{major}{minor}"
 
