@@ -22,6 +22,7 @@ CHUNK_TOKENS = (63, 64, 65)
 FULL_CHUNK_TOKENS = (16, 63, 64, 65, 127, 256)
 BATCH_SIZES = (1, 2, 7, 16, 33, 64)
 BUCKET_EDGES = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257)
+FEWEST_STEP_TOKENS = 15
 SHORT_OUTPUT_TOKENS = 8
 GRAPHS_ABSENT = "not applicable: this device has no graphs"
 NUM_RANDOM_BATCHES = 2
@@ -196,7 +197,10 @@ def _graph(setup: AxisSetup) -> list[Run]:
 
 
 def _buckets(setup: AxisSetup) -> list[Run]:
-    """Batches, then prompts cut into steps, of every size at which a tile or a graph of some schedule ends."""
+    """Batches, then prompts cut into steps, of every size at which a tile or a graph of some schedule ends.
+
+    Steps of one or two tokens are for the full form: a whole prompt of them takes long, and decoding has such rows.
+    """
     most = setup.max_num_seqs + 1 if setup.full else setup.max_num_seqs
     sizes = [edge for edge in BUCKET_EDGES if edge <= most]
     cases = setup.short(setup.source.bucket_cases(sizes[-1]))
@@ -205,7 +209,7 @@ def _buckets(setup: AxisSetup) -> list[Run]:
     runs += [
         Run(name=f"{edge} tokens a step", cases=[longest], max_num_seqs=1, max_num_batched_tokens=edge)
         for edge in BUCKET_EDGES
-        if edge <= len(longest.prompt_ids)
+        if edge <= len(longest.prompt_ids) and (setup.full or edge >= FEWEST_STEP_TOKENS)
     ]
     return runs
 
