@@ -134,6 +134,8 @@ def load_model(
 ) -> LoadedModel:
     """Read this rank's weights, pack them, and prove on this machine that their shapes are position invariant.
 
+    On the CPU it sets torch to one thread, for the whole process.
+
     Args:
         plan: From ``plan_model``.
         engine_config: Load format and seed.
@@ -148,6 +150,7 @@ def load_model(
     """
     if plan.device.type == "cuda":
         return load_on_gpu(plan, engine_config, on_progress)
+    torch.set_num_threads(1)  # part of the CPU's schedule, in a caller's own program too
     config, dtype = plan.config, plan.torch_dtype
     placement = placement or contiguous_placement(config.num_experts, group.size)
     specs = tensor_specs(config)

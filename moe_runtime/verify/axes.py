@@ -23,6 +23,7 @@ FULL_CHUNK_TOKENS = (16, 63, 64, 65, 127, 256)
 BATCH_SIZES = (1, 2, 7, 16, 33, 64)
 BUCKET_EDGES = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257)
 FEWEST_STEP_TOKENS = 15
+BUCKET_OUTPUT_TOKENS = 3
 SHORT_OUTPUT_TOKENS = 8
 GRAPHS_ABSENT = "not applicable: this device has no graphs"
 NUM_RANDOM_BATCHES = 2
@@ -203,9 +204,10 @@ def _buckets(setup: AxisSetup) -> list[Run]:
     """
     most = setup.max_num_seqs + 1 if setup.full else setup.max_num_seqs
     sizes = [edge for edge in BUCKET_EDGES if edge <= most]
-    cases = setup.short(setup.source.bucket_cases(sizes[-1]))
+    cases = setup.source.bucket_cases(sizes[-1])
+    cases = cases if setup.full else [case.shortened(BUCKET_OUTPUT_TOKENS) for case in cases]
     runs = [Run(name=f"{size} sequences", cases=cases[:size]) for size in sizes]
-    longest = max(setup.cases, key=lambda case: len(case.prompt_ids)).shortened(SHORT_OUTPUT_TOKENS)
+    longest = max(setup.cases, key=lambda case: len(case.prompt_ids)).shortened(1)
     runs += [
         Run(name=f"{edge} tokens a step", cases=[longest], max_num_seqs=1, max_num_batched_tokens=edge)
         for edge in BUCKET_EDGES
