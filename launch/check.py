@@ -8,15 +8,13 @@ and names it in its summary.
 from __future__ import annotations
 
 import signal
-import sys
 from collections.abc import Sequence
-from dataclasses import fields
 
 from rich.console import Console
 
 from moe_runtime.engine.llm import LLM
 from moe_runtime.errors import CapacityError, CheckpointError, InvarianceError
-from moe_runtime.launch.cli import EXIT_NO_FIT, EXIT_SELF_CHECK, parse_config, usage_error
+from moe_runtime.launch.cli import EXIT_NO_FIT, EXIT_SELF_CHECK, parse_config, print_error, usage_error
 from moe_runtime.launch.distributed import close_ranks, init_ranks
 from moe_runtime.launch.logs import setup_logging
 from moe_runtime.launch.progress import progress_bar
@@ -34,10 +32,8 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         group = init_ranks()
         setup_logging(group.rank)
-        engine = config.engine_in_force
-        options = {f.name: getattr(engine, f.name) for f in fields(engine) if f.name != "model"}
         with progress_bar("loading weights", shown=group.rank == 0) as on_progress:
-            llm = LLM(engine.model, group=group, on_progress=on_progress, **options)
+            llm = LLM.from_config(config.engine_in_force, group=group, on_progress=on_progress)
         report = check(llm, config, lambda what: progress_bar(what, shown=group.rank == 0))
         if group.rank == 0:
             console = Console()
@@ -47,10 +43,10 @@ def main(args: Sequence[str] | None = None) -> int:
             if config.json is not None:
                 config.json.write_text(report.to_json(), encoding="utf-8")
     except InvarianceError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(str(error))
         return EXIT_SELF_CHECK
     except CapacityError as error:
-        print(f"error: the model does not fit: {error}", file=sys.stderr)
+        print_error(f"the model does not fit: {error}")
         return EXIT_NO_FIT
     except (CheckpointError, ValueError, OSError) as error:
         usage_error(str(error))

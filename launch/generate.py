@@ -114,9 +114,8 @@ def _generate(
     parsed: Sequence[tuple[str | list[int] | list[dict[str, str]], dict[str, Any]]],
     group: RankGroup,
 ) -> list[RequestOutput]:
-    options = {f.name: getattr(config.engine, f.name) for f in fields(config.engine) if f.name != "model"}
     with progress_bar("loading weights", shown=group.rank == 0) as on_progress:
-        llm = LLM(config.engine.model, group=group, on_progress=on_progress, **options)
+        llm = LLM.from_config(config.engine, group=group, on_progress=on_progress)
     defaults = llm.default_sampling_params()
     num_mine = len(range(group.rank, len(parsed), group.size))
     with progress_bar("generating", shown=group.rank == 0) as on_progress:

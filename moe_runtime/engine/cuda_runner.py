@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from moe_runtime.engine.batch import LogitsRow, wanted_rows
-from moe_runtime.engine.graphs import DecodeGraphs, decode_bucket
+from moe_runtime.engine.graphs import DECODE_BUCKETS, DecodeGraphs, decode_bucket
 from moe_runtime.engine.messages import TokenLogprobs
 from moe_runtime.engine.runner import LaunchedStep, Runner
 from moe_runtime.engine.sampler import ScoredRow, num_logprobs, row_sampling
@@ -89,7 +89,7 @@ class CudaRunner(Runner):
         """Capture every bucket's usual variant ahead of the first request."""
         if self.graphs is None:
             return
-        buckets = _buckets_up_to(self.largest_decode)
+        buckets = [bucket for bucket in DECODE_BUCKETS if bucket <= self.largest_decode]
         for done, bucket in enumerate(buckets):
             if on_progress is not None:
                 on_progress(done, len(buckets))
@@ -408,15 +408,3 @@ def _to_host(x: torch.Tensor) -> torch.Tensor:
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
     host.copy_(x, non_blocking=True)
     return host
-
-
-def _buckets_up_to(largest: int) -> list[int]:
-    buckets = []
-    size: int | None = 1
-    while size is not None:
-        bucket = decode_bucket(size, largest)
-        if bucket is None:
-            break
-        buckets.append(bucket)
-        size = bucket + 1
-    return buckets

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import msgspec
 
@@ -18,7 +18,7 @@ from moe_runtime.engine.config import EngineConfig
 from moe_runtime.engine.generation_config import sampling_defaults
 from moe_runtime.engine.messages import SequenceOutput, TokenLogprobs
 from moe_runtime.engine.model_loader import LoadedModel, load_model, plan_model
-from moe_runtime.engine.request import Request, SamplingParams, choice_seed, make_request
+from moe_runtime.engine.request import Request, SamplingParams, choice_seed, make_request, reported_seed
 from moe_runtime.engine.text import TextStream
 from moe_runtime.engine.tokenizer import Tokenizer
 from moe_runtime.errors import CheckpointError
@@ -88,6 +88,18 @@ class LLM:
             # Token ids in, token ids out needs no tokenizer; text prompts are refused where there is none.
             self.tokenizer = None
         self._start_engine()
+
+    @classmethod
+    def from_config(
+        cls,
+        config: EngineConfig,
+        *,
+        group: RankGroup | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> LLM:
+        """The same from settings that are one object already."""
+        options = {f.name: getattr(config, f.name) for f in fields(config)}
+        return cls(group=group, on_progress=on_progress, **options)
 
     def _start_engine(self) -> None:
         deployment = plan_deployment(self.model.plan, self.config)
@@ -218,7 +230,6 @@ class LLM:
         collectors = {request.request_id: _Collector(request, self.tokenizer) for _, request in arrivals}
         pending = list(reversed(arrivals))
         step = 0
-        num_finished = 0
         while True:
             while pending and pending[-1][0] <= step:
                 self.engine.add_request(pending.pop()[1])
@@ -229,8 +240,7 @@ class LLM:
                 if collector.add(output):
                     self.engine.abort(output.request_id, output.choice_idx)
             if on_finished is not None:
-                num_finished = sum(collector.is_finished for collector in collectors.values())
-                on_finished(num_finished)
+                on_finished(sum(collector.is_finished for collector in collectors.values()))
             if view.may_sleep:
                 return {request_id: collector.result() for request_id, collector in collectors.items()}
 
@@ -266,9 +276,7 @@ class _Choice:
 
     def __init__(self, request: Request, choice_idx: int, tokenizer: Tokenizer | None) -> None:
         self.params = request.params
-        assert request.params.seed is not None, "make_request sets the seed"
-        seed = choice_seed(request.params.seed, choice_idx)
-        self.seed = seed - 2**64 if seed >= 2**63 else seed
+        self.seed = reported_seed(request, choice_idx)
         self.stream = TextStream(tokenizer, request.prompt_ids, request.params) if tokenizer else None
         self.text: list[str] = []
         self.token_ids: list[int] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,18 +155,14 @@ def load_model(
     config, dtype = plan.config, plan.torch_dtype
     placement = placement or contiguous_placement(config.num_experts, group.size)
     specs = tensor_specs(config)
-    by_place = {(spec.role, spec.layer_idx, spec.logical_expert_id): spec for spec in specs}
     wanted = [spec for spec in specs if is_local(spec, placement, group.rank)]
     dispatcher = CollectiveDispatcher(group, placement.first_expert, config.num_experts_per_tok)
     with _open(plan.model_dir, plan.dtype, engine_config, specs, plan.device) as source:
-        progress = _Progress(wanted, on_progress)
+        weights = _WeightReader(source, wanted, on_progress)
 
         def read(role: str, layer_idx: int | None, expert_id: int | None = None) -> torch.Tensor:
-            spec = by_place[role, layer_idx, expert_id]
-            tensor = source.read(spec)
-            progress.add(spec)
             # Weights count in the model dtype; packing to fp32 is exact from there.
-            return tensor.to(dtype)
+            return weights.read(role, layer_idx, expert_id).to(dtype)
 
         decoder = Decoder(
             config,
@@ -207,15 +204,11 @@ def load_on_gpu(
 
     schedules = load_schedules(plan.device, plan.torch_dtype, engine_config.audit_cache)
     specs = tensor_specs(plan.config)
-    by_place = {(spec.role, spec.layer_idx, spec.logical_expert_id): spec for spec in specs}
     with _open(plan.model_dir, plan.dtype, engine_config, specs, plan.device) as source:
-        progress = _Progress(specs, on_progress)
+        weights = _WeightReader(source, specs, on_progress)
 
         def read(role: str, layer_idx: int, expert_id: int | None) -> torch.Tensor:
-            spec = by_place[role, None if layer_idx < 0 else layer_idx, expert_id]
-            tensor = source.read(spec)
-            progress.add(spec)
-            return tensor
+            return weights.read(role, None if layer_idx < 0 else layer_idx, expert_id)
 
         decoder = CudaDecoder(
             plan.config,
@@ -232,25 +225,28 @@ def load_on_gpu(
     return LoadedModel(plan=plan, decoder=decoder, audit=AuditReport())
 
 
-class _Progress:
-    """Counts bytes as the decoder asks for its tensors."""
+class _WeightReader:
+    """Reads a rank's tensors by their place in the model, and tells how many elements are there."""
 
-    def __init__(self, wanted: Sequence[TensorSpec], report: Callable[[int, int], None] | None) -> None:
-        self.total_bytes = sum(_num_elements(spec) for spec in wanted)
-        self.done_bytes = 0
-        self.report = report
+    def __init__(
+        self,
+        source: TensorSource,
+        wanted: Sequence[TensorSpec],
+        on_progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self._source = source
+        self._by_place = {(spec.role, spec.layer_idx, spec.logical_expert_id): spec for spec in wanted}
+        self._on_progress = on_progress
+        self._total_elements = sum(math.prod(spec.shape) for spec in wanted)
+        self._done_elements = 0
 
-    def add(self, spec: TensorSpec) -> None:
-        self.done_bytes += _num_elements(spec)
-        if self.report is not None:
-            self.report(self.done_bytes, self.total_bytes)
-
-
-def _num_elements(spec: TensorSpec) -> int:
-    count = 1
-    for length in spec.shape:
-        count *= length
-    return count
+    def read(self, role: str, layer_idx: int | None, expert_id: int | None) -> torch.Tensor:
+        spec = self._by_place[role, layer_idx, expert_id]
+        tensor = self._source.read(spec)
+        self._done_elements += math.prod(spec.shape)
+        if self._on_progress is not None:
+            self._on_progress(self._done_elements, self._total_elements)
+        return tensor
 
 
 def _open(

@@ -28,6 +28,7 @@ __all__ = [
     "SamplingParams",
     "choice_seed",
     "make_request",
+    "reported_seed",
     "validate_prompt",
     "validate_sampling",
 ]
@@ -124,6 +125,13 @@ def choice_seed(seed: int, choice_idx: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
     return z ^ (z >> 31)
+
+
+def reported_seed(request: Request, choice_idx: int) -> int:
+    """Signed 64-bit seed with which a request of one choice repeats choice ``choice_idx``."""
+    assert request.params.seed is not None, "make_request resolves the seed"
+    seed = choice_seed(request.params.seed, choice_idx)
+    return seed - 2**64 if seed >= 2**63 else seed
 
 
 def validate_sampling(params: SamplingParams, limits: RequestLimits) -> None:

@@ -12,13 +12,13 @@ import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from moe_runtime.engine.request import Request, choice_seed
+from moe_runtime.engine.request import Request, reported_seed
 from moe_runtime.server.context import Context
 from moe_runtime.server.event_stream import DONE, EventStream, respond_unless_gone, sse
 from moe_runtime.server.generation import ChoiceDelta, Generation, merge_deltas
 from moe_runtime.server.schemas import GenerationBody
 
-__all__ = ["Answer", "ChoiceRenderer", "new_id", "reported_seed"]
+__all__ = ["Answer", "ChoiceRenderer", "new_id"]
 
 
 class ChoiceRenderer(Protocol):
@@ -39,13 +39,6 @@ class ChoiceRenderer(Protocol):
 def new_id(prefix: str) -> str:
     """A fresh id of a call."""
     return f"{prefix}-{uuid.uuid4().hex}"
-
-
-def reported_seed(request: Request, choice_idx: int) -> int:
-    """Signed 64-bit seed with which a request of one choice repeats choice ``choice_idx``."""
-    assert request.params.seed is not None, "make_request resolves the seed"
-    seed = choice_seed(request.params.seed, choice_idx)
-    return seed - 2**64 if seed >= 2**63 else seed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,6 @@ import pytest
 import moe_runtime.builtin
 from moe_runtime.engine.llm import LLM
 from moe_runtime.engine.request import SamplingParams
-from moe_runtime.launch import generate
 from moe_runtime.launch.generate import main, parse_line
 
 
@@ -117,7 +116,7 @@ def _no_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*args: object, **options: object) -> None:
         raise AssertionError("the output is looked at before the model is loaded")
 
-    monkeypatch.setattr(generate, "LLM", load)
+    monkeypatch.setattr(LLM, "from_config", load)
 
 
 @pytest.mark.usefixtures("_no_loading")

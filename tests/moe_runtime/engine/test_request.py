@@ -19,6 +19,7 @@ from moe_runtime.engine.request import (
     SamplingParams,
     choice_seed,
     make_request,
+    reported_seed,
     validate_prompt,
     validate_sampling,
 )
@@ -153,6 +154,16 @@ def test_choice_0_uses_the_seed_itself_and_no_choices_share_a_seed():
     derived = [choice_seed(seed, i) for seed in (-2, 0, 1, 2, 42, 2**63 - 1) for i in range(MAX_CHOICES)]
     assert len(set(derived)) == len(derived)
     assert all(0 <= seed < 2**64 for seed in derived)
+
+
+def test_a_reported_seed_repeats_its_choice():
+    for seed in (0, -1, 5, 2**63 - 1, -(2**63)):
+        request = make_request("r", [1], SamplingParams(seed=seed, max_tokens=1, n=128), LIMITS)
+        for choice_idx in range(128):
+            reported = reported_seed(request, choice_idx)
+            assert -(2**63) <= reported < 2**63
+            assert choice_seed(reported, 0) == choice_seed(seed, choice_idx)
+        assert reported_seed(request, 0) == seed
 
 
 def test_choice_seeds_are_the_published_splitmix64_sequence():
