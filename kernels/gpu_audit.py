@@ -171,7 +171,7 @@ def audit_short(
         canonical = op.run(inputs, rows[-1], op.canonical, pdl)
         control = op.control(inputs) if isinstance(op, DenseOp | RouterOp) else None
         if control is not None and _equal(control, canonical):
-            raise InvarianceError(f"{op.label}: the control with its order reversed does not differ")
+            raise InvarianceError(f"{op.label}: the control in another order does not differ")
         tried: set[object] = set()
         for m in rows:
             pending = [*schedules_in_use(op, schedules, m), *([op.canonical] if m == rows[0] else [])]

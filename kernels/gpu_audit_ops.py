@@ -62,6 +62,7 @@ __all__ = [
     "RouterOp",
     "Tensors",
     "TopkOp",
+    "other_order",
     "poisoned",
 ]
 
@@ -172,6 +173,11 @@ def poisoned(like: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> to
     return torch.full(tuple(shape), POISON.get(dtype, float("nan")), dtype=dtype, device=like.device)
 
 
+def other_order(x: torch.Tensor) -> torch.Tensor:
+    """The last dimension's even entries, then its odd ones. Reversing would not do: a tree of pairs is symmetric."""
+    return torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)
+
+
 class DenseOp(AuditOp):
     """``dense_gemm`` in fp32, or ``dense_gemm_parts`` with the parts added here; the vendor's GEMM beside the first."""
 
@@ -235,8 +241,8 @@ class DenseOp(AuditOp):
         return (out,)
 
     def control(self, inputs: Tensors) -> tuple[torch.Tensor, ...] | None:
-        flipped = {"x": inputs["x"].flip(1).contiguous(), "w": inputs["w"].flip(1).contiguous()}
-        return self.run(flipped, len(inputs["x"]), self.canonical)
+        other = {name: other_order(inputs[name]) for name in ("x", "w")}
+        return self.run(other, len(inputs["x"]), self.canonical)
 
 
 class RouterOp(AuditOp):
@@ -271,8 +277,8 @@ class RouterOp(AuditOp):
         return (state["out"],)
 
     def control(self, inputs: Tensors) -> tuple[torch.Tensor, ...] | None:
-        flipped = {name: inputs[name].flip(1).contiguous() for name in ("x", "w")}
-        return self.run(flipped, len(inputs["x"]), self.canonical)
+        other = {name: other_order(inputs[name]) for name in ("x", "w")}
+        return self.run(other, len(inputs["x"]), self.canonical)
 
 
 class TopkOp(AuditOp):
@@ -405,9 +411,9 @@ class ExpertOp(AuditOp):
     def control(self, inputs: Tensors) -> tuple[torch.Tensor, ...] | None:
         m, width = len(inputs["x"]), self.shapes.width
         x = inputs["x"].view(m, -1, self.shapes.hidden if self.is_gate_up else width)
-        w = inputs[self.weights[0]]
-        flipped = {"x": x.flip(2).reshape(m, -1), self.weights[0]: w.flip(2).contiguous()}
-        return self.run({**inputs, **flipped}, m, self.canonical)
+        name = self.weights[0]
+        other = {"x": other_order(x).reshape(m, -1), name: other_order(inputs[name])}
+        return self.run({**inputs, **other}, m, self.canonical)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -98,6 +98,7 @@ class CudaRunner(Runner):
     @torch.inference_mode()
     def launch(self, chunks: SequenceOf[ScheduledChunk], tokens_per_rank: SequenceOf[int]) -> LaunchedStep:
         """See ``Runner.launch``."""
+        self._slots.begin_step()
         rows = wanted_rows(chunks)
         is_decode = all(
             chunk.num_tokens == 1 and chunk.reaches_end and chunk.sequence.max_tokens > 0 for chunk in chunks
@@ -321,32 +322,33 @@ class CudaRunner(Runner):
 
 
 class _SequenceSlots:
-    """Which slot of ``last_token`` a sequence has; slots of finished sequences are taken again."""
+    """Where in ``last_token`` a sequence's newest token is.
+
+    A step reads what the step before recorded, so a slot is kept through the step after the last one that used it. Two
+    steps of at most ``max_num_seqs`` sequences therefore never need more than ``2 * max_num_seqs`` slots, and nobody's
+    slot is given away while a step under way, or the one being planned, still writes or reads it.
+    """
 
     def __init__(self, num_slots: int) -> None:
-        self._owner: list[Sequence | None] = [None] * num_slots
-        self._slot: dict[int, int] = {}
+        self._free = list(range(num_slots - 1, -1, -1))
+        # By id of the sequence, which is held here so that no other one can have its id.
+        self._last_step: dict[int, tuple[Sequence, int]] = {}
+        self._this_step: dict[int, tuple[Sequence, int]] = {}
+
+    def begin_step(self) -> None:
+        """Take back the slots that the step just planned did not use."""
+        unused = self._last_step.keys() - self._this_step.keys()
+        self._free += sorted((self._last_step[key][1] for key in unused), reverse=True)
+        self._last_step, self._this_step = self._this_step, {}
 
     def slot(self, sequence: Sequence) -> int:
-        """The sequence's slot."""
-        found = self._slot.get(id(sequence))
-        if found is not None and self._owner[found] is sequence:
-            return found
-        slot = self._free_slot()
-        self._owner[slot] = sequence
-        self._slot[id(sequence)] = slot
-        return slot
-
-    def _free_slot(self) -> int:
-        for slot, owner in enumerate(self._owner):
-            if owner is None:
-                return slot
-        for slot, owner in enumerate(self._owner):
-            assert owner is not None, "checked above"
-            if owner.is_finished or owner.token_ids[-1] != UNKNOWN_TOKEN:
-                del self._slot[id(owner)]
-                self._owner[slot] = None
-        return self._free_slot()
+        """The sequence's slot in the step being planned."""
+        key = id(sequence)
+        found = self._this_step.get(key) or self._last_step.get(key) or (sequence, -1)
+        if found[1] < 0:
+            found = (sequence, self._free.pop())
+        self._this_step[key] = found
+        return found[1]
 
 
 class _InputRing:

@@ -220,9 +220,10 @@ def load_on_gpu(
             schedules,
         )
         source.close(expected=specs)
+    audit = AuditReport()
     if plan.device.type == "cuda":  # tests cover the interpreter, in which this would take minutes
-        check_schedules(decoder)
-    return LoadedModel(plan=plan, decoder=decoder, audit=AuditReport())
+        audit = check_schedules(decoder)
+    return LoadedModel(plan=plan, decoder=decoder, audit=audit)
 
 
 class _WeightReader:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from moe_runtime.env import cache_folder
+from moe_runtime.kernels.audit import AuditReport
 from moe_runtime.kernels.audit_report import device_key, load_findings
 from moe_runtime.kernels.gpu_audit import audit_short
 from moe_runtime.kernels.gpu_audit_ops import ModelShapes
@@ -50,8 +51,11 @@ def load_schedules(device: torch.device, dtype: torch.dtype, audit_cache: str | 
     return GpuSchedules(device_kind(device), dtype, findings)
 
 
-def check_schedules(decoder: CudaDecoder) -> None:
+def check_schedules(decoder: CudaDecoder) -> AuditReport:
     """Compare the schedules that the decoder will use with the canonical ones, on its first layer's weights.
+
+    Returns:
+        How many comparisons were equal.
 
     Raises:
         InvarianceError: naming the op and schedule that does not keep the promise.
@@ -79,3 +83,4 @@ def check_schedules(decoder: CudaDecoder) -> None:
         count,
         time.perf_counter() - start_s,
     )
+    return AuditReport(num_comparisons=count)

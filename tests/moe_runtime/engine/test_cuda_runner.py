@@ -10,6 +10,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
+from moe_runtime.engine.cuda_runner import _SequenceSlots
 from moe_runtime.engine.llm import LLM
 from moe_runtime.engine.request import SamplingParams
 from tests.gpu_engine import gpu_llm, write_gpu_checkpoint
@@ -126,6 +127,27 @@ def test_a_sequence_that_ends_leaves_one_inert_row_and_nothing_else(llm, referen
     assert generated == len(found[0].token_ids) + NUM_TOKENS
     assert after.num_free_kv_blocks == after.num_kv_blocks
     assert run(llm, [0]) == {0: reference[0]}
+
+
+def test_many_short_requests_after_another_keep_their_tokens(llm, reference):
+    # Each takes one of eight slots for its newest token; the third round begins with two that are free.
+    llm.reconfigure(**LIMITS)
+    for _ in range(3):
+        assert run(llm, [0, 1, 2]) == reference
+
+
+def test_a_slot_stays_with_its_sequence_while_a_step_may_use_it():
+    slots = _SequenceSlots(4)
+    sequences = [object() for _ in range(9)]
+    held: dict[int, int] = {}
+    for first in range(0, 8):
+        slots.begin_step()
+        found = {i: slots.slot(sequences[i]) for i in (first, first + 1)}
+        assert len(set(found.values())) == 2
+        for i in found.keys() & held.keys():
+            assert found[i] == held[i]  # read in this step, recorded in the last one
+        assert not {found[i] for i in found.keys() - held.keys()} & set(held.values())
+        held = found
 
 
 def test_what_lies_in_buffers_and_free_blocks_reaches_nobody(llm, reference):
