@@ -69,8 +69,8 @@ class AttentionTree:
             )
 
 
-TREE = AttentionTree(inner_keys=128, chunk_keys=512)
-"""The tree of every model on the GPU."""
+TREE = AttentionTree(inner_keys=64, chunk_keys=256)
+"""The tree of every model on the GPU; docs/benchmarks.md has what the choice was measured by."""
 
 
 @triton.jit
@@ -103,11 +103,10 @@ def normalize_and_rotate(  # type: ignore[no-untyped-def]
     cos,
     sin,
     eps,
-    ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):
-    """RMSNorm of heads and RoPE: one rounding each. ``a`` and ``b`` [ROWS, D / 2] are the halves of each row's head."""
+    """RMSNorm of heads and RoPE: one rounding each. ``a`` and ``b`` [rows, D / 2] are the halves of each row's head."""
     dtype: tl.constexpr = a.dtype
     if HAS_NORM:
         mean = head_sums_of_squares(a.to(tl.float32), b.to(tl.float32)) * (1.0 / HEAD_DIM)

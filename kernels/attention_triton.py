@@ -307,7 +307,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     a = tl.load(source, mask=r[:, None] <= GROUPS, other=0.0)
     b = tl.load(source + HALF, mask=r[:, None] <= GROUPS, other=0.0)
     value = tl.load(base + (NUM_QUERY_HEADS + NUM_KV_HEADS + head) * HEAD_DIM + column)
-    a, b = normalize_and_rotate(a, b, weight_a, weight_b, cosine, sine, eps, 16, HEAD_DIM, HAS_NORM)
+    a, b = normalize_and_rotate(a, b, weight_a, weight_b, cosine, sine, eps, HEAD_DIM, HAS_NORM)
     slot = ((block * NUM_KV_HEADS + head) * KV_BLOCK + at % KV_BLOCK) * HEAD_DIM
     if own_key:
         is_key = r[:, None] == GROUPS

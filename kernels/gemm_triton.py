@@ -103,7 +103,7 @@ def default_gemm_schedule(m: int, n: int, k: int, parts: int = 1) -> GemmSchedul
         wide = m >= 1024 and n >= 4096 and parts == 1
         schedule = GemmSchedule(
             tile_rows=128, tile_columns=256 if wide else 128, tile_k=min(64, widest_k), num_warps=8,
-            num_stages=3 if parts > 1 or wide else 4, swap=False, tma=True,
+            num_stages=3 if wide else 4, swap=False, tma=True,
         )  # fmt: skip
     return schedule if not schedule.tma or _fits_tma(schedule, k, parts) else replace(schedule, tma=False)
 
@@ -127,6 +127,7 @@ def candidate_gemm_schedules(m: int, n: int, k: int, parts: int = 1) -> tuple[Ge
             ]
     else:
         candidates += [
+            replace(default, tile_columns=128, num_stages=3),
             replace(default, tile_columns=128, num_stages=4),
             replace(default, tile_columns=128, num_stages=4, tma=False),
             replace(default, tile_rows=64, tile_columns=256, num_stages=4),

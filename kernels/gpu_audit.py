@@ -45,7 +45,7 @@ GOLDEN_ROWS = 21
 GOLDEN_KINDS = ("heavy_tailed", "cancelling")
 SHORT_KIND = "heavy_tailed"
 SHORT_MAX_ROWS = 1024
-MAX_VENDOR_ROWS = 8192
+MAX_VENDOR_ROWS = 16384
 REPLAYS = 7
 COLD_BYTES = 256 << 20  # several times an L2
 MAX_COPIES = 16
@@ -299,14 +299,15 @@ def _audit_op(
 
 
 def _note_vendor(op: DenseOp, report: GpuAuditReport) -> None:
-    """Keep the vendor's row counts that agree and beat the own schedule in use at the nearest row count."""
+    """Keep the vendor's row counts that agree and beat the own schedule in use at the next row count above, or at the
+    largest one, in proportion."""
     mine = [row for row in report.rows if (row.op, row.shape) == (op.name, op.shape) and row.us is not None]
     rows = []
     for row in mine:
-        own = [r for r in mine if r.in_use and not r.vendor and r.m >= row.m]
+        own = sorted((r for r in mine if r.in_use and not r.vendor), key=lambda r: r.m)
         if not row.vendor or not row.equal or row.us is None or not own:
             continue
-        nearest = min(own, key=lambda r: r.m)
+        nearest = next((r for r in own if r.m >= row.m), own[-1])
         if nearest.us is not None and row.us < nearest.us * row.m / nearest.m:
             rows.append(row.m)
     if rows:

@@ -242,7 +242,7 @@ class RowsOp(_CachedOp):
 
 
 class RopeOp(RowsOp):
-    """``rope_and_write``: queries, keys and values. Its one sum is a chain that no schedule cuts: no control."""
+    """``rope_and_write``: queries, keys and values. Its sums of squares are exact: no control."""
 
     name = "rope"
     canonical = CANONICAL_ROPE

@@ -67,10 +67,11 @@ KNOWN_KINDS = ("sm90 H200", "interpreter")
 MOST_VENDOR_PADDING = 8
 """Vendor rows may exceed the real ones by one part in this many."""
 
-_PREFERRED_DECODE = DecodeSchedule(split=False, num_warps=4, num_stages=2, early_reads=True)
+_PREFERRED_SERIAL = DecodeSchedule(split=False, num_warps=4, num_stages=2, flat=True, early_reads=True)
+_PREFERRED_SPLIT = DecodeSchedule(split=True, num_warps=4, num_stages=2, early_reads=True)
 _PREFERRED_FEW_ROWS = RowSchedule(block_rows=16, num_warps=4, num_stages=2)
-_PREFERRED_MANY_ROWS = RowSchedule(block_rows=128, num_warps=8, num_stages=2, tma=True)
-_PREFERRED_ROPE = RopeSchedule(num_tokens=1, num_warps=2)
+_PREFERRED_MANY_ROWS = RowSchedule(block_rows=64, num_warps=4, num_stages=2, tma=True)
+_PREFERRED_ROPE = RopeSchedule(num_warps=4)
 
 _Schedule = TypeVar("_Schedule")
 
@@ -205,7 +206,7 @@ class GpuSchedules:
 
     def decode_attention(self, *, split: bool) -> DecodeSchedule:
         """Of ``attend_decode``, for short contexts or, split, for long ones; serial if no split one may be used."""
-        preferred = replace(_PREFERRED_DECODE, split=split)
+        preferred = _PREFERRED_SPLIT if split else _PREFERRED_SERIAL
         candidates = [preferred, *(s for s in DECODE_SCHEDULES if s.split == split)]
         return self._first("attention", candidates, CANONICAL_DECODE, split)
 

@@ -67,6 +67,7 @@ ROW_SCHEDULES = (
     CANONICAL_ROWS,
     RowSchedule(block_rows=16, num_warps=4, num_stages=2),
     RowSchedule(block_rows=64, num_warps=4, num_stages=2),
+    RowSchedule(block_rows=64, num_warps=4, num_stages=2, tma=True),
     *(
         RowSchedule(block_rows=128, num_warps=8, num_stages=stages, tma=tma)
         for tma in (False, True)

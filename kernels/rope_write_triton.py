@@ -35,20 +35,13 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSchedule:
-    """Tokens and warps of a program of ``rope_and_write``; every value gives the same bits."""
+    """Warps of a token's program of ``rope_and_write``; every value gives the same bits."""
 
-    num_tokens: int
     num_warps: int
 
 
-CANONICAL_ROPE = RopeSchedule(num_tokens=1, num_warps=1)
-ROPE_SCHEDULES = (
-    CANONICAL_ROPE,
-    RopeSchedule(num_tokens=1, num_warps=2),
-    RopeSchedule(num_tokens=2, num_warps=2),
-    RopeSchedule(num_tokens=4, num_warps=4),
-    RopeSchedule(num_tokens=8, num_warps=8),
-)
+CANONICAL_ROPE = RopeSchedule(num_warps=1)
+ROPE_SCHEDULES = (CANONICAL_ROPE, *(RopeSchedule(num_warps=warps) for warps in (2, 4, 8)))
 """All schedules, the canonical one first."""
 
 
@@ -92,7 +85,7 @@ def rope_and_write(
     if num_tokens == 0:
         return
     has_norm = q_norm is not None and k_norm is not None
-    _rope_kernel[(triton.cdiv(num_tokens, schedule.num_tokens) * num_kv_heads,)](
+    _rope_kernel[(num_tokens,)](
         qkv,
         positions,
         slot_mapping,
@@ -104,12 +97,10 @@ def rope_and_write(
         k_cache,
         v_cache,
         q_out,
-        num_tokens,
+        NUM_QUERY_HEADS=num_query_heads,
         NUM_KV_HEADS=num_kv_heads,
-        GROUPS=num_query_heads // num_kv_heads,
         HEAD_DIM=head_dim,
         HAS_NORM=has_norm,
-        TOKENS=schedule.num_tokens,
         PDL=pdl,
         **launch_options(num_warps=schedule.num_warps, num_stages=1, pdl=pdl),
     )
@@ -142,7 +133,7 @@ def rope_and_write_reference(
     return torch.where(live[:, None, None], q, 0.0)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit
 def _rope_kernel(  # type: ignore[no-untyped-def]
     qkv,
     positions,
@@ -155,54 +146,53 @@ def _rope_kernel(  # type: ignore[no-untyped-def]
     k_cache,
     v_cache,
     q_out,
-    num_tokens,
+    NUM_QUERY_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
-    GROUPS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HAS_NORM: tl.constexpr,
-    TOKENS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program per (TOKENS tokens, key-value head): 16 rows a token, query heads 0 to G - 1, then the key head."""
+    """Program per token: its query heads as one tile, its key heads as one, its value heads as one."""
     HALF: tl.constexpr = HEAD_DIM // 2
-    NUM_QUERY_HEADS: tl.constexpr = NUM_KV_HEADS * GROUPS
-    ROWS: tl.constexpr = 16 * TOKENS
-    head = tl.program_id(0) % NUM_KV_HEADS
-    row = tl.arange(0, ROWS)
     half = tl.arange(0, HALF)[None, :]
-    token = (tl.program_id(0) // NUM_KV_HEADS).to(tl.int64) * TOKENS + row // 16
-    lane = row % 16
+    token = tl.program_id(0).to(tl.int64)
     wait_for_previous(PDL)
-    live = token < num_tokens
-    position = tl.load(positions + token, mask=live, other=-1)
-    live = live & (position >= 0)
-    slot = tl.load(slot_mapping + token, mask=live, other=-1)
-    weight_a = 1.0
-    weight_b = 1.0
-    is_query = (lane < GROUPS)[:, None]
+    position = tl.load(positions + token)
+    if position < 0:
+        return
+    slot = tl.load(slot_mapping + token)
+    head = tl.arange(0, triton.next_power_of_2(NUM_QUERY_HEADS))[:, None]
+    kv_head = tl.arange(0, triton.next_power_of_2(NUM_KV_HEADS))[:, None]
+    live, kv_live = head < NUM_QUERY_HEADS, kv_head < NUM_KV_HEADS
+    queries = qkv + token * ((NUM_QUERY_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM) + head * HEAD_DIM + half
+    keys = qkv + (token * (NUM_QUERY_HEADS + 2 * NUM_KV_HEADS) + NUM_QUERY_HEADS + kv_head) * HEAD_DIM + half
+    values = keys + NUM_KV_HEADS * HEAD_DIM
+    a = tl.load(queries, mask=live, other=0.0)
+    b = tl.load(queries + HALF, mask=live, other=0.0)
+    key_a = tl.load(keys, mask=kv_live, other=0.0)
+    key_b = tl.load(keys + HALF, mask=kv_live, other=0.0)
+    value_a = tl.load(values, mask=kv_live, other=0.0)
+    value_b = tl.load(values + HALF, mask=kv_live, other=0.0)
+    cosine = tl.load(cos + position * HALF + half)
+    sine = tl.load(sin + position * HALF + half)
+    q_weight_a = 1.0
+    q_weight_b = 1.0
+    k_weight_a = 1.0
+    k_weight_b = 1.0
     if HAS_NORM:
-        weight_a = tl.where(is_query, tl.load(q_norm + half), tl.load(k_norm + half))
-        weight_b = tl.where(is_query, tl.load(q_norm + HALF + half), tl.load(k_norm + HALF + half))
-    used = (live & (lane <= GROUPS))[:, None]
-    angle = tl.maximum(position, 0)[:, None] * HALF + half
-    cosine = tl.load(cos + angle, mask=used, other=0.0)
-    sine = tl.load(sin + angle, mask=used, other=0.0)
-    base = qkv + token * ((NUM_QUERY_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM)
-    from_head = tl.where(lane < GROUPS, head * GROUPS + lane, NUM_QUERY_HEADS + head) * HEAD_DIM
-    source = (base + from_head)[:, None] + half
-    a = tl.load(source, mask=used, other=0.0)
-    b = tl.load(source + HALF, mask=used, other=0.0)
-    writes = (live & (lane == GROUPS) & (slot >= 0))[:, None]
-    source = (base + (NUM_QUERY_HEADS + NUM_KV_HEADS + head) * HEAD_DIM)[:, None] + half
-    value_a = tl.load(source, mask=writes, other=0.0)
-    value_b = tl.load(source + HALF, mask=writes, other=0.0)
-    a, b = normalize_and_rotate(a, b, weight_a, weight_b, cosine, sine, eps, ROWS, HEAD_DIM, HAS_NORM)
-    target = q_out + ((token * NUM_QUERY_HEADS + head * GROUPS + lane) * HEAD_DIM)[:, None] + half
-    tl.store(target, a, mask=is_query & live[:, None])
-    tl.store(target + HALF, b, mask=is_query & live[:, None])
-    slot = tl.maximum(slot, 0)
-    at = ((slot // KV_BLOCK * NUM_KV_HEADS + head) * KV_BLOCK + slot % KV_BLOCK) * HEAD_DIM
-    tl.store(k_cache + at[:, None] + half, a, mask=writes)
-    tl.store(k_cache + at[:, None] + HALF + half, b, mask=writes)
-    tl.store(v_cache + at[:, None] + half, value_a, mask=writes)
-    tl.store(v_cache + at[:, None] + HALF + half, value_b, mask=writes)
+        q_weight_a = tl.load(q_norm + half)
+        q_weight_b = tl.load(q_norm + HALF + half)
+        k_weight_a = tl.load(k_norm + half)
+        k_weight_b = tl.load(k_norm + HALF + half)
+    a, b = normalize_and_rotate(a, b, q_weight_a, q_weight_b, cosine, sine, eps, HEAD_DIM, HAS_NORM)
+    target = q_out + (token * NUM_QUERY_HEADS + head) * HEAD_DIM + half
+    tl.store(target, a, mask=live)
+    tl.store(target + HALF, b, mask=live)
+    if slot < 0:
+        return
+    a, b = normalize_and_rotate(key_a, key_b, k_weight_a, k_weight_b, cosine, sine, eps, HEAD_DIM, HAS_NORM)
+    at = ((slot // KV_BLOCK * NUM_KV_HEADS + kv_head) * KV_BLOCK + slot % KV_BLOCK) * HEAD_DIM + half
+    tl.store(k_cache + at, a, mask=kv_live)
+    tl.store(k_cache + at + HALF, b, mask=kv_live)
+    tl.store(v_cache + at, value_a, mask=kv_live)
+    tl.store(v_cache + at + HALF, value_b, mask=kv_live)

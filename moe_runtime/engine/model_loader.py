@@ -41,7 +41,7 @@ __all__ = [
     "plan_model",
 ]
 
-NUMERICS_VERSION = 1
+NUMERICS_VERSION = 2
 """Raised whenever a tree or a rounding changes, so that results of two versions can differ."""
 
 _DTYPES: dict[Dtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -65,7 +65,7 @@ def test_a_known_device_has_what_was_measured_there():
         assert table.experts(m, 2048, 768) == default_expert_schedules(m)
         assert table.grouped_experts(8 * m, 128, 2048, 768) == default_grouped_schedules(8 * m, 128)
     assert table.decode_attention(split=True).split
-    assert table.attention_rows(few=False).block_rows == 128
+    assert table.attention_rows(few=False).block_rows == 64
 
 
 def test_an_unknown_device_keeps_canonical_schedules_and_says_so_once(caplog):
