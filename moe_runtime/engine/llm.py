@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 import msgspec
 
 from moe_runtime.comm.groups import RankGroup
-from moe_runtime.engine.backend import plan_deployment, start_engine
+from moe_runtime.engine.backend import Deployment, plan_deployment, start_engine
 from moe_runtime.engine.config import EngineConfig
 from moe_runtime.engine.generation_config import sampling_defaults
 from moe_runtime.engine.messages import SequenceOutput, TokenLogprobs
@@ -81,13 +81,14 @@ class LLM:
         self.config = msgspec.convert({"model": model, **options}, EngineConfig)
         self.group = group or RankGroup()
         plan = plan_model(self.config, self.group)
+        deployment = plan_deployment(plan, self.config)  # on a GPU, from what is free before the weights
         self.model: LoadedModel = load_model(plan, self.config, self.group, on_progress=on_progress)
         try:
             self.tokenizer: Tokenizer | None = Tokenizer.from_dir(plan.model_dir)
         except CheckpointError:
             # Token ids in, token ids out needs no tokenizer; text prompts are refused where there is none.
             self.tokenizer = None
-        self._start_engine()
+        self._start_engine(deployment)
 
     @classmethod
     def from_config(
@@ -101,8 +102,7 @@ class LLM:
         options = {f.name: getattr(config, f.name) for f in fields(config)}
         return cls(group=group, on_progress=on_progress, **options)
 
-    def _start_engine(self) -> None:
-        deployment = plan_deployment(self.model.plan, self.config)
+    def _start_engine(self, deployment: Deployment) -> None:
         self.limits = deployment.limits
         self.engine = start_engine(self.model, deployment, self.config, self.group)
 
@@ -130,7 +130,7 @@ class LLM:
             enforce_eager=config.enforce_eager if enforce_eager is None else enforce_eager,
         )
         del self.engine  # its cache makes room for the next one's
-        self._start_engine()
+        self._start_engine(plan_deployment(self.model.plan, self.config))
 
     def default_sampling_params(self) -> SamplingParams:
         """The checkpoint's own temperature, top_p, top_k and min_p (``generation_config.json``), as over HTTP.
