@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--audit-cache", help="folder of an audit's findings, for vendor GEMMs")
     options = parser.parse_args()
     result: dict[str, Any] = {
         "device": torch.cuda.get_device_name(),
@@ -55,6 +56,7 @@ def main() -> None:
             max_num_seqs=256,
             max_num_batched_tokens=16384,
             enforce_eager=options.eager,
+            audit_cache=options.audit_cache,
         )
         torch.cuda.synchronize()
     result["load_s"] = time.perf_counter() - start_s

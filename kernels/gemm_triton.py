@@ -99,11 +99,17 @@ def default_gemm_schedule(m: int, n: int, k: int, parts: int = 1) -> GemmSchedul
             num_stages=5 if tile_rows <= 32 and not large and parts == 1 else 4,
             swap=True, early_k=early_k, tma=large and not early_k,
         )  # fmt: skip
+    elif m <= 192 or (m <= 256 and parts > 1):
+        low = m <= 192
+        schedule = GemmSchedule(
+            tile_rows=64 if low else 128, tile_columns=128 if low else 64, tile_k=min(64, widest_k), num_warps=4,
+            num_stages=5 if low else 6, swap=False, tma=True,
+        )  # fmt: skip
     else:
         wide = m >= 1024 and n >= 4096 and parts == 1
         schedule = GemmSchedule(
             tile_rows=128, tile_columns=256 if wide else 128, tile_k=min(64, widest_k), num_warps=8,
-            num_stages=3 if wide else 4, swap=False, tma=True,
+            num_stages=3 if wide else 5 if m <= 256 else 4, swap=False, tma=True,
         )  # fmt: skip
     return schedule if not schedule.tma or _fits_tma(schedule, k, parts) else replace(schedule, tma=False)
 
