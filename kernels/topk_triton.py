@@ -5,7 +5,9 @@ Symbols: M rows, E logical experts, K experts per token, pair = token * K + slot
 Numerics: ranks are exact. A row is ranked by (logit descending, id ascending), NaN first, the two zeros equal, through
 one int64 key. Weights are fp32, with p(e) = exp(logit(e) - largest logit): renormalised, p over the sum of the chosen
 p in slot order; else p over the sum of p of all experts, added as int64 multiples of 2^-40, so that neither tile nor
-warps enter. Every schedule gives the same bits. Row order and slot tables are integers, pure functions of the ids.
+warps enter. Sigmoid scores (``SigmoidScores``) rank by score plus bias; their weights are the scores, over their sum in
+slot order if renormalised, scaled once. Every schedule gives the same bits. Row order and slot tables are integers,
+pure functions of the ids.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ __all__ = [
     "TOPK_SCHEDULES",
     "ExpertOrder",
     "ExpertTiles",
+    "SigmoidScores",
     "TopkSchedule",
     "default_topk_schedule",
     "expert_order",
@@ -54,6 +57,40 @@ TOPK_SCHEDULES = (
     TopkSchedule(row_tile=4, num_warps=4),
     TopkSchedule(row_tile=16, num_warps=8),
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SigmoidScores:
+    """The router of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2): p(e) = 1 / (1 + exp(-logit(e))) in fp32.
+
+    Experts rank by p + bias. Of ``num_groups`` groups of consecutive experts only the ``num_kept_groups`` with the
+    largest sum of their two best p + bias can be chosen from, the lower group on ties.
+
+    Attributes:
+        bias: ``[E]`` float32, or None for none; takes part in the choice alone.
+        num_groups: A power of two that divides E; more than one needs E to be a power of two.
+        num_kept_groups: They must hold at least K experts.
+        scale: Factor of the weights, last.
+    """
+
+    bias: torch.Tensor | None = None
+    num_groups: int = 1
+    num_kept_groups: int = 1
+    scale: float = 1.0
+
+    def check(self, num_experts: int, num_topk: int) -> None:
+        """Raise ``ValueError`` for groups that do not fit E and K."""
+        groups = self.num_groups
+        if groups < 1 or groups & (groups - 1) or (groups > 1 and num_experts & (num_experts - 1)):
+            raise ValueError(f"num_groups ({groups}) and num_experts ({num_experts}) must be powers of two")
+        if groups > num_experts // 2 and groups > 1:
+            raise ValueError(f"num_groups ({groups}) must leave two experts a group of {num_experts}")
+        if not 1 <= self.num_kept_groups <= groups or (
+            self.num_kept_groups * (num_experts // groups) < num_topk
+        ):
+            raise ValueError(
+                f"num_kept_groups ({self.num_kept_groups}) of {groups} must hold num_topk ({num_topk}) experts"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +145,7 @@ def topk(
     weights: torch.Tensor,
     slot_table: torch.Tensor | None,
     *,
+    sigmoid: SigmoidScores | None = None,
     schedule: TopkSchedule | None = None,
     pdl: bool = False,
 ) -> None:
@@ -124,12 +162,15 @@ def topk(
         weights: ``[M, K]`` float32 out; 0 in inert rows.
         slot_table: ``[E, capacity]`` int32 out, slot of expert e for token t or -1, every entry written; capacity is
             at least M. None where only an expert-major order is needed.
+        sigmoid: Scores by sigmoid, with bias, groups and scale; softmax where None.
         schedule: Default by the number of rows.
         pdl: Dependent launch.
     """
     num_rows, num_experts = logits.shape
     if not 1 <= num_topk <= num_experts:
         raise ValueError(f"num_topk ({num_topk}) must be between 1 and num_experts ({num_experts})")
+    scores = sigmoid or SigmoidScores()
+    scores.check(num_experts, num_topk)
     capacity = 0 if slot_table is None else slot_table.shape[1]
     if slot_table is not None and capacity < num_rows:
         raise ValueError(f"slot_table capacity ({capacity}) must be at least the number of rows ({num_rows})")
@@ -142,6 +183,7 @@ def topk(
         ids,
         weights,
         ids if slot_table is None else slot_table,
+        logits if scores.bias is None else scores.bias,
         num_rows,
         capacity,
         E=num_experts,
@@ -150,6 +192,11 @@ def topk(
         KP=triton.next_power_of_2(num_topk),
         TABLE=capacity > 0,
         NORM=norm_topk_prob,
+        SIGMOID=sigmoid is not None,
+        BIAS=scores.bias is not None,
+        GROUPS=scores.num_groups,
+        KEPT=scores.num_kept_groups,
+        SCALE=scores.scale,
         ROWS=schedule.row_tile,
         PDL=pdl,
         **launch_options(num_warps=schedule.num_warps, num_stages=1, pdl=pdl),
@@ -157,14 +204,34 @@ def topk(
 
 
 def topk_reference(
-    logits: torch.Tensor, num_topk: int, norm_topk_prob: bool
+    logits: torch.Tensor, num_topk: int, norm_topk_prob: bool, sigmoid: SigmoidScores | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """ids ``[M, K]`` int32 and weights ``[M, K]`` float32 by torch, same ranks, weights within fp32 rounding."""
+    if sigmoid is not None:
+        return _sigmoid_reference(logits, num_topk, norm_topk_prob, sigmoid)
     ids = torch.sort(logits + 0.0, dim=-1, descending=True, stable=True).indices[:, :num_topk]
     chosen = torch.softmax(logits, -1).gather(1, ids)
     if norm_topk_prob:
         chosen = chosen / chosen.sum(-1, keepdim=True)
     return ids.int(), chosen
+
+
+def _sigmoid_reference(
+    logits: torch.Tensor, num_topk: int, norm_topk_prob: bool, scores: SigmoidScores
+) -> tuple[torch.Tensor, torch.Tensor]:
+    p = torch.sigmoid(logits)
+    ranked = p if scores.bias is None else p + scores.bias
+    if scores.num_groups > 1:
+        grouped = ranked.view(len(p), scores.num_groups, -1)
+        best = grouped.topk(2, dim=2).values.sum(2)
+        kept = torch.sort(best, dim=1, descending=True, stable=True).indices[:, : scores.num_kept_groups]
+        allowed = torch.zeros_like(best, dtype=torch.bool).scatter(1, kept, value=True)
+        ranked = grouped.masked_fill(~allowed[:, :, None], -torch.inf).view_as(p)
+    ids = torch.sort(ranked, dim=-1, descending=True, stable=True).indices[:, :num_topk]
+    chosen = p.gather(1, ids)
+    if norm_topk_prob:
+        chosen = chosen / chosen.sum(-1, keepdim=True)
+    return ids.int(), chosen * scores.scale
 
 
 def max_expert_tiles(num_pairs: int, num_experts: int, tile_rows: int) -> int:
@@ -248,11 +315,47 @@ def expert_tiles(
     )
 
 
+@triton.jit
+def _rank_key(x, index):  # type: ignore[no-untyped-def]
+    """int64 that grows with x (NaN above all, the two zeros equal), then with a lower index of 16 bits."""
+    x = tl.where(x == 0.0, 0.0, x)
+    bits = x.to(tl.int32, bitcast=True)
+    bits = tl.where(x == x, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
+    return (bits.to(tl.int64) << 16) | (0xFFFF - index).to(tl.int64)
+
+
+@triton.jit
+def _key_value(key):  # type: ignore[no-untyped-def]
+    """The x of a key."""
+    bits = (key >> 16).to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _keep_groups(  # type: ignore[no-untyped-def]
+    key, LOWEST: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr
+):
+    """Keys [ROWS, E] of the experts outside the KEPT best groups become LOWEST."""
+    rows: tl.constexpr = key.shape[0]
+    grouped = tl.reshape(key, (rows, GROUPS, key.shape[1] // GROUPS))
+    best = tl.max(grouped, 2)
+    second = tl.max(tl.where(grouped == best[:, :, None], LOWEST, grouped), 2)
+    g = tl.arange(0, GROUPS)[None, :]
+    group_key = _rank_key(_key_value(best) + _key_value(second), g)
+    kept = tl.zeros((rows, GROUPS), tl.int32)
+    for _ in tl.static_range(KEPT):
+        hit = group_key == tl.max(group_key, 1)[:, None]
+        kept = tl.where(hit, 1, kept)
+        group_key = tl.where(hit, LOWEST, group_key)
+    return tl.reshape(tl.where(kept[:, :, None] > 0, grouped, LOWEST), (rows, key.shape[1]))
+
+
 @triton.jit(do_not_specialize=["num_rows", "capacity"])
 def _topk(  # type: ignore[no-untyped-def]
-    logits, num_tokens, ids, weights, slot_table, num_rows, capacity,
+    logits, num_tokens, ids, weights, slot_table, bias, num_rows, capacity,
     E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, TABLE: tl.constexpr,
-    NORM: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
+    SCALE: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows a program; grid over max(M, capacity) rows."""
     wait_for_previous(PDL)
@@ -261,13 +364,15 @@ def _topk(  # type: ignore[no-untyped-def]
     k = tl.arange(0, KP)
     live = r < tl.minimum(num_rows, tl.load(num_tokens))
     x = tl.load(logits + r[:, None] * E + e[None, :], mask=live[:, None] & (e[None, :] < E), other=0.0)
-    x = tl.where(x == 0.0, 0.0, x)
-    bits = x.to(tl.int32, bitcast=True)
-    bits = tl.where(x == x, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
-    # 16 low bits hold the inverted id: larger keys are larger logits, then lower ids.
-    key = (bits.to(tl.int64) << 16) | (0xFFFF - e)[None, :].to(tl.int64)
+    if SIGMOID:
+        x = 1.0 / (1.0 + tl.exp(-x))
+    ranked = x
+    if BIAS:
+        ranked = x + tl.load(bias + e, mask=e < E, other=0.0)[None, :]
     lowest: tl.constexpr = -9223372036854775807
-    key = tl.where(e[None, :] < E, key, lowest)
+    key = tl.where(e[None, :] < E, _rank_key(ranked, e[None, :]), lowest)
+    if GROUPS > 1:
+        key = _keep_groups(key, lowest, GROUPS, KEPT)
     slots = tl.full((ROWS, EP), -1, tl.int32)
     chosen = tl.zeros((ROWS, KP), tl.int32)
     p = tl.zeros((ROWS, KP), tl.float32)
@@ -278,23 +383,30 @@ def _topk(  # type: ignore[no-untyped-def]
         hit = key == best[:, None]
         key = tl.where(hit, lowest, key)
         slots = tl.where(hit, s, slots)
-        value = (best >> 16).to(tl.int32)
-        value = (value ^ ((value >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-        if s == 0:
-            largest = value
-        share = tl.exp(value - largest)
+        if SIGMOID:
+            share = tl.sum(tl.where(hit, x, 0.0), 1)  # one of them and zeros: no order
+        else:
+            value = _key_value(best)
+            if s == 0:
+                largest = value
+            share = tl.exp(value - largest)
         total += share
         here = k[None, :] == s
         p = tl.where(here, share[:, None], p)
         chosen = tl.where(here, 0xFFFF - (best & 0xFFFF).to(tl.int32)[:, None], chosen)
-    if not NORM:
+    if SIGMOID:
+        total = total + 1e-20 if NORM else tl.full((ROWS,), 1.0, tl.float32)
+    elif not NORM:
         share = tl.exp(x - largest[:, None])
         share = tl.where((share == share) & (e[None, :] < E), share, 0.0)
         total = tl.sum((share * 1099511627776.0).to(tl.int64), 1).to(tl.float32) * 9.094947017729282e-13
         total += largest - largest  # NaN where the largest logit is not finite
     kept = (r[:, None] < num_rows) & (k[None, :] < K)
     tl.store(ids + r[:, None] * K + k[None, :], tl.where(live[:, None], chosen, -1), mask=kept)
-    w = tl.where(live[:, None], p / total[:, None], 0.0)
+    p = p / total[:, None]
+    if SCALE != 1.0:
+        p = p * SCALE
+    w = tl.where(live[:, None], p, 0.0)
     tl.store(weights + r[:, None] * K + k[None, :], w, mask=kept)
     if TABLE:
         entry = (e[None, :] < E) & (r[:, None] < capacity)

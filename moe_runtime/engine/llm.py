@@ -21,7 +21,7 @@ from moe_runtime.engine.model_loader import LoadedModel, load_model, plan_model
 from moe_runtime.engine.request import Request, SamplingParams, choice_seed, make_request, reported_seed
 from moe_runtime.engine.text import TextStream
 from moe_runtime.engine.tokenizer import Tokenizer
-from moe_runtime.errors import CheckpointError
+from moe_runtime.errors import CapacityError, CheckpointError
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput"]
 
@@ -118,6 +118,9 @@ class LLM:
 
         On a GPU the number of KV blocks stays too where none is named: what is free then says little, with the weights
         in place.
+
+        Raises:
+            CapacityError: the GPU has no room for these limits; the former ones are in force again.
         """
         config = self.config
         if self.model.plan.device.type == "cuda":
@@ -129,8 +132,17 @@ class LLM:
             kv_cache_blocks=kv_cache_blocks or config.kv_cache_blocks,
             enforce_eager=config.enforce_eager if enforce_eager is None else enforce_eager,
         )
+        deployment = plan_deployment(self.model.plan, self.config)
+        before = Deployment(num_kv_blocks=self.engine.stats().num_kv_blocks, limits=self.limits)
         del self.engine  # its cache makes room for the next one's
-        self._start_engine(plan_deployment(self.model.plan, self.config))
+        try:
+            self._start_engine(deployment)
+            return
+        except CapacityError as error:
+            message = str(error)  # the error itself holds on to the memory that was taken
+        self.config = config
+        self._start_engine(before)
+        raise CapacityError(message)
 
     def default_sampling_params(self) -> SamplingParams:
         """The checkpoint's own temperature, top_p, top_k and min_p (``generation_config.json``), as over HTTP.

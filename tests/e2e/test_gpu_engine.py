@@ -16,6 +16,7 @@ import torch
 from moe_runtime.engine.config import EngineConfig
 from moe_runtime.engine.llm import LLM
 from moe_runtime.engine.request import SamplingParams
+from moe_runtime.launch.audit import main as audit
 from moe_runtime.verify.checker import check
 from moe_runtime.verify.config import CheckConfig
 from moe_runtime.verify.report import CheckExit
@@ -280,6 +281,19 @@ def test_hostile_weights_keep_their_bits(kind: str, dtype: str, tmp_path: Any) -
         assert llm.generate([prompts[i]], params)[0] == together[i]
     llm.reconfigure(max_num_seqs=40, max_num_batched_tokens=65)
     assert llm.generate(prompts, params) == together
+
+
+@pytest.mark.xdist_group("serving")
+@pytest.mark.parametrize(("model", "dtype"), [("builtin", "bfloat16"), ("builtin", "float32")])
+def test_canonical_bits_are_the_committed_ones(
+    model: str, dtype: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = audit(["--model", model, "--dtype", dtype, "--only-golden", "--golden", "check"])
+    said = capsys.readouterr().out
+    if "no golden digests" in said:
+        pytest.skip(said)
+    assert code == 0, said
+    assert "compared, 0 moved" in said
 
 
 @pytest.mark.xdist_group("serving")

@@ -162,7 +162,7 @@ GPU_EDGES = [0, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512, 513, 1023, 1
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", HOSTILE_KINDS)
-@pytest.mark.parametrize("tree", [TREE, AttentionTree(inner_keys=64, chunk_keys=256)], ids=str)
+@pytest.mark.parametrize("tree", [TREE, AttentionTree(inner_keys=128, chunk_keys=512)], ids=str)
 def test_on_a_gpu_schedules_and_row_counts_have_equal_bits(tree, kind):
     if DEVICE != "cuda":
         pytest.skip("needs a CUDA device")

@@ -104,7 +104,8 @@ def test_the_top_ids_are_the_reference_s(vocab, num_top):
     ids, values = top_of(logits, num_top)
     expected_ids, expected = top_logprobs_reference(logits, SoftmaxStats(*stats_of(logits)), num_top)
     assert torch.equal(ids, expected_ids)
-    assert_bits_equal(values, expected)
+    assert torch.equal(values.isnan(), expected.isnan())  # torch's NaN has other bits on a GPU
+    assert_bits_equal(values.nan_to_num(1.0), expected.nan_to_num(1.0))
     again = top_of(logits, num_top, KeySchedule(block_columns=256))
     assert torch.equal(again[0], ids)
 

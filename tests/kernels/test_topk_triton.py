@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from moe_runtime.kernels.router import route  # isort: skip
 from moe_runtime.kernels.topk_triton import (  # isort: skip
     CANONICAL_TOPK,
     TOPK_SCHEDULES,
+    SigmoidScores,
     expert_order,
     expert_order_reference,
     expert_tiles,
@@ -26,7 +29,7 @@ SHAPES = [(1, 1), (5, 2), (16, 4), (60, 4), (128, 8), (129, 3)]
 NORM = [True, False]
 
 
-def run(logits, num_topk, norm, *, num_tokens=None, capacity=None, schedule=None, pdl=False):
+def run(logits, num_topk, norm, *, num_tokens=None, capacity=None, schedule=None, pdl=False, sigmoid=None):
     """ids, weights and slot table on the CPU; every output is poisoned first."""
     num_rows, num_experts = logits.shape
     capacity = num_rows if capacity is None else capacity
@@ -34,7 +37,12 @@ def run(logits, num_topk, norm, *, num_tokens=None, capacity=None, schedule=None
     weights = torch.full((num_rows, num_topk), float("nan"), device=DEVICE)
     slot_table = torch.full((num_experts, capacity), 7777, dtype=torch.int32, device=DEVICE)
     live = torch.tensor([num_rows if num_tokens is None else num_tokens], dtype=torch.int32, device=DEVICE)
-    topk(logits.to(DEVICE), live, num_topk, norm, ids, weights, slot_table, schedule=schedule, pdl=pdl)
+    if sigmoid is not None and sigmoid.bias is not None:
+        sigmoid = replace(sigmoid, bias=sigmoid.bias.to(DEVICE))
+    topk(
+        logits.to(DEVICE), live, num_topk, norm, ids, weights, slot_table,
+        sigmoid=sigmoid, schedule=schedule, pdl=pdl,
+    )  # fmt: skip
     return ids.cpu(), weights.cpu(), slot_table.cpu()
 
 
@@ -62,6 +70,72 @@ def test_ranks_are_the_cpu_op_and_weights_agree(num_experts, num_topk, norm):
         assert torch.equal(ids.long(), expected_ids.long())
         assert (weights - expected_weights).abs().max() <= TOLERANCE
     assert torch.equal(table, slot_table_of(ids, num_experts, 11))
+
+
+@pytest.mark.parametrize("norm", NORM)
+@pytest.mark.parametrize(
+    ("num_experts", "num_topk", "groups", "kept", "has_bias"),
+    [
+        (60, 4, 1, 1, False),
+        (60, 4, 1, 1, True),
+        (64, 6, 8, 3, True),
+        (16, 3, 4, 1, False),
+        (16, 2, 8, 8, True),
+    ],
+)
+def test_sigmoid_scores_with_bias_and_groups(num_experts, num_topk, groups, kept, has_bias, norm):
+    logits = (hostile("normal", (9, num_experts), seed=7) * 8).round() / 4  # many ties
+    bias = (hostile("normal", (num_experts,), seed=8) * 4).round() / 8 if has_bias else None
+    sigmoid = SigmoidScores(bias=bias, num_groups=groups, num_kept_groups=kept, scale=2.5)
+    ids, weights, table = run(logits, num_topk, norm, sigmoid=sigmoid, schedule=CANONICAL_TOPK)
+    expected_ids, expected = topk_reference(logits, num_topk, norm, sigmoid)
+    assert torch.equal(ids, expected_ids)
+    assert (weights - expected).abs().max() <= 4 * TOLERANCE
+    assert torch.equal(table, slot_table_of(ids, num_experts, 9))
+    per_group = num_experts // groups
+    assert max(len({expert // per_group for expert in row}) for row in ids.tolist()) <= kept
+    for schedule in TOPK_SCHEDULES[1:]:
+        again = run(logits, num_topk, norm, sigmoid=sigmoid, schedule=schedule)
+        for actual, want in zip(again, (ids, weights, table), strict=True):
+            assert_bits_equal(actual, want, str(schedule))
+    alone = run(logits[4:5], num_topk, norm, sigmoid=sigmoid)
+    assert_bits_equal(alone[1], weights[4:5])
+
+
+def test_the_bias_of_sigmoid_scores_chooses_and_does_not_weigh():
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
+    bias = torch.tensor([0.0, 0.0, 0.0, 5.0])
+    ids, weights, _ = run(logits, 2, False, sigmoid=SigmoidScores(bias=bias))
+    assert ids.tolist() == [[3, 0]]
+    torch.testing.assert_close(weights, torch.sigmoid(torch.tensor([[-1.0, 2.0]])))
+
+
+def test_a_row_of_sigmoid_scores_that_are_not_finite_touches_no_other():
+    logits = hostile("normal", (5, 16), seed=9)
+    sigmoid = SigmoidScores(num_groups=4, num_kept_groups=2)
+    clean = run(logits, 3, True, sigmoid=sigmoid)
+    logits[2, 3] = float("nan")
+    logits[3] = float("-inf")
+    dirty = run(logits, 3, True, sigmoid=sigmoid)
+    for row in (0, 1, 4):
+        assert_bits_equal(dirty[0][row], clean[0][row])
+        assert_bits_equal(dirty[1][row], clean[1][row])
+    assert dirty[0][2, 0] == 3  # NaN ranks first, as in a softmax router
+    assert dirty[1][2].isnan().all()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"num_groups": 3},
+        {"num_groups": 16},
+        {"num_groups": 4, "num_kept_groups": 5},
+        {"num_groups": 8, "num_kept_groups": 1},
+    ],
+)
+def test_groups_that_do_not_fit_are_refused(wrong):
+    with pytest.raises(ValueError, match=r"num_\w*groups"):
+        run(torch.zeros(2, 16), 3, True, sigmoid=SigmoidScores(**wrong))
 
 
 @pytest.mark.parametrize("norm", NORM)

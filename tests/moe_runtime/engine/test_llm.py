@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 import moe_runtime.builtin
+from moe_runtime.engine import llm as llm_module
 from moe_runtime.engine.llm import LLM
 from moe_runtime.engine.request import MAX_LOGPROBS, SamplingParams
-from moe_runtime.errors import CheckpointError, InvalidRequestError
+from moe_runtime.errors import CapacityError, CheckpointError, InvalidRequestError
 from tests.checkpoints import tiny_config, write_checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -349,6 +350,23 @@ def test_reconfigured_limits_hold_and_change_no_bit(llm):
         assert llm.engine.num_steps > len(PROMPT) // 3
     finally:
         llm.reconfigure(max_num_seqs=8, max_num_batched_tokens=512, kv_cache_blocks=16)
+
+
+def test_limits_that_find_no_room_leave_the_former_ones_in_force(llm, monkeypatch):
+    expected, config = ids_of(llm), llm.config
+    start, rooms = llm_module.start_engine, iter([False, True])
+
+    def start_if_there_is_room(*arguments):
+        if not next(rooms):
+            raise CapacityError("no room")
+        return start(*arguments)
+
+    monkeypatch.setattr(llm_module, "start_engine", start_if_there_is_room)
+    with pytest.raises(CapacityError, match="no room"):
+        llm.reconfigure(max_num_seqs=3, kv_cache_blocks=5)
+    assert llm.config == config
+    assert llm.engine.stats().num_kv_blocks == 16
+    assert ids_of(llm) == expected
 
 
 # The checkpoint's sampling defaults
