@@ -6,6 +6,7 @@ are spread over the ranks and every rank gets all results. Neither changes a bit
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, fields, replace
@@ -135,6 +136,7 @@ class LLM:
         deployment = plan_deployment(self.model.plan, self.config)
         before = Deployment(num_kv_blocks=self.engine.stats().num_kv_blocks, limits=self.limits)
         del self.engine  # its cache makes room for the next one's
+        gc.collect()  # a runner and its graphs refer to each other
         try:
             self._start_engine(deployment)
             return
