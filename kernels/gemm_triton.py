@@ -3,7 +3,8 @@
 Symbols: M rows, K input features, N output features, P parts of K. Weights are ``[N, K]`` as checkpoints hold them.
 
 Numerics: each output element is P fp32 chains over ascending K, one per part of ``ceil(K / P)`` features, added by the
-tree of kernels/trees.py in fp32, then rounded once to the output dtype. bf16 products go through the tensor core, fp32
+tree of kernels/trees.py in fp32, then rounded once to the output dtype; a bias is added to the rounded value and the
+sum rounded. bf16 products go through the tensor core, fp32
 ones through ``ieee`` dots on the canonical schedule. Tails of M, N and K load zeros, which change no chain. Tile sizes,
 warps, stages, operand order, TMA, early weights and dependent launch are free: they give the same bits for a row
 whatever the other rows are (measured on an H200; to be audited elsewhere).
@@ -153,16 +154,18 @@ def dense_gemm(
     out: torch.Tensor,
     *,
     parts: int = 1,
+    bias: torch.Tensor | None = None,
     schedule: GemmSchedule | None = None,
     pdl: bool = False,
 ) -> None:
-    """``out = x @ w.T``, all P parts added inside one program.
+    """``out = x @ w.T + bias``, all P parts added inside one program.
 
     Args:
         x: ``[M, K]`` bfloat16 or float32, contiguous; M may be zero.
         w: ``[N, K]`` in x's dtype, contiguous; not written by earlier kernels of the step.
         out: ``[M, N]`` in x's dtype (rounded once) or float32 (not rounded), contiguous.
         parts: P, at most ``MAX_SUMMED_PARTS``.
+        bias: ``[N]`` in x's dtype, for outputs in x's dtype; None for none.
         schedule: Default from ``default_gemm_schedule``; fp32 takes the canonical one only.
         pdl: Dependent launch.
 
@@ -174,7 +177,10 @@ def dense_gemm(
         )
     assert out.shape == (x.shape[0], w.shape[0]), f"out {list(out.shape)}, x {list(x.shape)}"
     assert out.dtype in (x.dtype, torch.float32), f"out is {out.dtype}, x {x.dtype}"
-    _launch(x, w, out, parts, True, schedule, pdl)
+    if bias is not None:
+        assert bias.shape == (w.shape[0],), f"bias {list(bias.shape)}, w {list(w.shape)}"
+        assert bias.dtype == out.dtype == x.dtype, f"bias is {bias.dtype}, out {out.dtype}, x {x.dtype}"
+    _launch(x, w, out, parts, True, schedule, pdl, bias)
 
 
 def dense_gemm_parts(
@@ -253,6 +259,7 @@ def _launch(
     summed: bool,
     schedule: GemmSchedule | None,
     pdl: bool,
+    bias: torch.Tensor | None = None,
 ) -> None:
     (m, k), n = x.shape, w.shape[0]
     assert w.shape[1] == k, f"x {list(x.shape)}, w {list(w.shape)}"
@@ -280,7 +287,8 @@ def _launch(
             x_source = TensorDescriptor.from_tensor(x, [schedule.tile_rows, schedule.tile_k])
     num_tiles = triton.cdiv(m, schedule.tile_rows) * triton.cdiv(n, schedule.tile_columns)
     _gemm_kernel[(num_tiles, 1 if summed else parts)](
-        x_source, w_source, out, m, N=n, K=k, PARTS=parts, SUMMED=summed,
+        x_source, w_source, out, out if bias is None else bias, m,
+        N=n, K=k, PARTS=parts, SUMMED=summed, BIAS=bias is not None,
         TILE_M=schedule.tile_rows, TILE_N=schedule.tile_columns, TILE_K=schedule.tile_k,
         EARLY_K=schedule.early_k, SWAP=schedule.swap, TMA=schedule.tma, GROUP=ROW_TILES_PER_GROUP, PDL=pdl,
         **launch_options(num_warps=schedule.num_warps, num_stages=schedule.num_stages, pdl=pdl),
@@ -352,8 +360,8 @@ def chain_over_k(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["M"], launch_metadata=_gemm_cost)
 def _gemm_kernel(  # type: ignore[no-untyped-def]
-    x, w, out, M,
-    N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, SUMMED: tl.constexpr,
+    x, w, out, bias, M,
+    N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, SUMMED: tl.constexpr, BIAS: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, EARLY_K: tl.constexpr,
     SWAP: tl.constexpr, TMA: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -398,6 +406,10 @@ def _gemm_kernel(  # type: ignore[no-untyped-def]
     else:
         starts = (rows.to(tl.int64) * PARTS + tl.program_id(1)) * N
     total = total.to(out.dtype.element_ty)
+    if BIAS:
+        shift = tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)
+        shift = shift[:, None] if SWAP else shift[None, :]
+        total = (total.to(tl.float32) + shift).to(out.dtype.element_ty)
     if SWAP:
         mask = (rows[None, :] < M) & (columns[:, None] < N)
         tl.store(out + starts[None, :] + columns[:, None], total, mask=mask)

@@ -2,11 +2,12 @@
 
 Symbols: M rows, H hidden, P parts of a row-parallel GEMM, K slots per token, V vocabulary.
 
-Numerics: fp32. Branch y = round(parts added by the tree) or round(slots 0..K-1 added in ascending order); residual
-r = round(r + y); normed = round(r * rsqrt(mean(r^2) + eps) * weight), the product from left to right. The sum of
-squares is exact integer addition: squares scaled by the row's largest power of two are added as int64 multiples of
-2^-44, so it has no order. Hence every kernel here, and any other that calls ``row_sum_of_squares``, gives the same bits
-whatever its warps, tile and layout. NaN or infinity in a row makes its sum NaN or infinity and touches no other row.
+Numerics: fp32. Branch y = round(parts added by the tree), then round(y + bias) where there is one, or
+round(slots 0..K-1 added in ascending order); residual r = round(r + y); normed = round(r * rsqrt(mean(r^2) + eps) *
+weight), the product from left to right. The sum of squares is exact integer addition: squares scaled by the row's
+largest power of two are added as int64 multiples of 2^-44, so it has no order. Hence every kernel here, and any other
+that calls ``row_sum_of_squares``, gives the same bits whatever its warps, tile and layout. NaN or infinity in a row
+makes its sum NaN or infinity and touches no other row.
 """
 
 from __future__ import annotations
@@ -107,9 +108,10 @@ def merge_residual_norm(
     residual_out: torch.Tensor,
     normed_out: torch.Tensor | None,
     *,
+    bias: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> None:
-    """Parts of a row-parallel GEMM, the residual add and RMSNorm.
+    """Parts of a row-parallel GEMM, its bias, the residual add and RMSNorm.
 
     Args:
         parts: ``[M, P, H]`` float32, or the already rounded branch ``[M, 1, H]`` in the model dtype; contiguous.
@@ -118,6 +120,7 @@ def merge_residual_norm(
         eps: Added to the mean of squares.
         residual_out: ``[M, H]`` in the residual's dtype; may be the residual.
         normed_out: ``[M, H]`` in the residual's dtype, or None: no norm.
+        bias: ``[H]`` in the residual's dtype, or None for none.
         pdl: Dependent launch.
 
     A row's bits do not depend on the other rows; inert rows may hold anything. No host sync.
@@ -128,7 +131,13 @@ def merge_residual_norm(
     assert parts.dtype == torch.float32 or num_parts == 1, (
         f"{num_parts} parts in {parts.dtype} must be float32"
     )
-    _launch_residual(_merge_kernel, parts, residual, weight, eps, residual_out, normed_out, pdl, P=num_parts)
+    if bias is not None:
+        assert bias.shape == weight.shape, f"bias {list(bias.shape)}, weight {list(weight.shape)}"
+        assert bias.dtype == residual.dtype, f"bias is {bias.dtype}, the residual {residual.dtype}"
+    _launch_residual(
+        _merge_kernel, parts, residual, weight, eps, residual_out, normed_out, pdl,
+        bias=weight if bias is None else bias, BIAS=bias is not None, P=num_parts,
+    )  # fmt: skip
 
 
 def combine_residual_norm(
@@ -178,10 +187,17 @@ def add_residual_norm_reference(
 
 
 def merge_residual_norm_reference(
-    parts: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    parts: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``(residual_out, normed_out)``; the residual has the kernel's bits."""
-    return add_residual_norm_reference(tree_sum(parts.float().unbind(1)), residual, weight, eps)
+    branch = tree_sum(parts.float().unbind(1))
+    if bias is not None:
+        branch = branch.to(residual.dtype).float() + bias.float()
+    return add_residual_norm_reference(branch, residual, weight, eps)
 
 
 def combine_residual_norm_reference(
@@ -325,7 +341,7 @@ def _finish(  # type: ignore[no-untyped-def]
 
 @triton.jit(launch_metadata=_norm_cost)
 def _merge_kernel(  # type: ignore[no-untyped-def]
-    branch, residual, weight, residual_out, normed_out, eps,
+    branch, residual, weight, residual_out, normed_out, eps, bias, BIAS: tl.constexpr,
     P: tl.constexpr, NORM: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, BLOCK)
@@ -341,6 +357,9 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
         total += tl.load(part + 2 * H, mask=mask, other=0.0)
     if P == 4:
         total += tl.load(part + 2 * H, mask=mask, other=0.0) + tl.load(part + 3 * H, mask=mask, other=0.0)
+    if BIAS:
+        shift = tl.load(bias + column, mask=mask, other=0.0).to(tl.float32)
+        total = total.to(residual_out.dtype.element_ty).to(tl.float32) + shift
     _finish(total, residual, residual_out, normed_out, gain, eps, row_id * H, column, mask, NORM, H)
 
 

@@ -81,8 +81,6 @@ def check_supported(config: ModelConfig) -> None:
     """Raise ``ValueError`` for what the CPU runs and this path does not yet."""
     if len(config.moe_layer_ids) != config.num_layers:
         raise ValueError("layers without experts are not implemented on the GPU yet; use device cpu")
-    if config.attention_bias:
-        raise ValueError("attention_bias is not implemented on the GPU yet; use device cpu")
     check_heads(config.num_attention_heads, config.num_kv_heads, config.head_dim, None)
 
 
@@ -94,7 +92,7 @@ class CudaDecoder:
         schedules: Decides the schedule of every launch.
 
     Args:
-        config: Model; every layer a mixture of experts, no attention bias.
+        config: Model; every layer a mixture of experts.
         read: Gives tensors; read in the order of the layers.
         dtype: Model dtype.
         max_model_len: Longest context, in tokens.
@@ -175,7 +173,7 @@ class CudaDecoder:
         router, choice, experts = table.router(m, hidden), table.topk(m), table.experts(m, hidden, width)
         embed_norm(token_ids, self.embedding, self.layers[0].input_norm, eps, b.residual, b.normed)
         for layer, next_norm, (k_cache, v_cache) in zip(self.layers, self.next_norms, kv_caches, strict=True):
-            self._gemm(b.normed, layer.qkv, b.qkv)
+            self._gemm(b.normed, layer.qkv, b.qkv, bias=layer.qkv_bias)
             attend_decode(
                 b.qkv, k_cache, v_cache, positions, block_table, layer.q_norm, layer.k_norm, eps,
                 self.cos, self.sin, b.attention,
@@ -183,8 +181,9 @@ class CudaDecoder:
             )  # fmt: skip
             dense_gemm_parts(b.attention, layer.o_proj, b.parts, schedule=o_proj, pdl=pdl)
             merge_residual_norm(
-                b.parts, b.residual, layer.post_attention_norm, eps, b.residual, b.normed, pdl=pdl
-            )
+                b.parts, b.residual, layer.post_attention_norm, eps, b.residual, b.normed,
+                bias=layer.o_bias, pdl=pdl,
+            )  # fmt: skip
             router_logits(b.normed, layer.router, b.router_logits, schedule=router, pdl=pdl)
             slot_table = self.buffers.slot_table(m)
             topk(
@@ -206,7 +205,7 @@ class CudaDecoder:
         embed_norm(step.token_ids, self.embedding, self.layers[0].input_norm, eps, b.residual, b.normed)
         q = b.q.view(num_tokens, config.num_attention_heads, config.head_dim)
         for layer, next_norm, (k_cache, v_cache) in zip(self.layers, self.next_norms, kv_caches, strict=True):
-            self._gemm(b.normed, layer.qkv, b.qkv)
+            self._gemm(b.normed, layer.qkv, b.qkv, bias=layer.qkv_bias)
             rope_and_write(
                 b.qkv, step.positions, step.slot_mapping, layer.q_norm, layer.k_norm, eps, self.cos, self.sin,
                 k_cache, v_cache, q, schedule=rope, pdl=pdl,
@@ -216,7 +215,7 @@ class CudaDecoder:
                     q, k_cache, v_cache, part.tiles, step.block_table, b.attention,
                     window=layer.window, schedule=part.schedule, pdl=pdl,
                 )  # fmt: skip
-            self._gemm(b.attention, layer.o_proj, b.branch, parts=PARTS["row"])
+            self._gemm(b.attention, layer.o_proj, b.branch, parts=PARTS["row"], bias=layer.o_bias)
             merge_residual_norm(
                 b.branch[:, None], b.residual, layer.post_attention_norm, eps, b.residual, b.normed, pdl=pdl
             )
@@ -233,16 +232,27 @@ class CudaDecoder:
             combine_residual_norm(b.expert_rows, b.residual, next_norm, eps, b.residual, b.normed, pdl=pdl)
         return b.normed
 
-    def _gemm(self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, *, parts: int = 1) -> None:
-        """``dense_gemm``, or the vendor's at the next row count that an audit allows, on rows of the same buffers."""
+    def _gemm(
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        parts: int = 1,
+        bias: torch.Tensor | None = None,
+    ) -> None:
+        """``dense_gemm``; without a bias the vendor's, at the next row count that an audit allows, on rows of the same
+        buffers."""
         m, (n, k) = x.shape[0], w.shape
-        vendor = self.schedules.vendor(
-            m, n, k, parts, float32_out=out.dtype == torch.float32, max_rows=min(_room(x), _room(out))
-        )
-        if vendor is not None:
-            vendor_gemm(_rows_of(x, vendor.rows), w, _rows_of(out, vendor.rows), parts=parts)
-            return
-        dense_gemm(x, w, out, parts=parts, schedule=self.schedules.dense(m, n, k, parts), pdl=self.pdl)
+        if bias is None:
+            vendor = self.schedules.vendor(
+                m, n, k, parts, float32_out=out.dtype == torch.float32, max_rows=min(_room(x), _room(out))
+            )
+            if vendor is not None:
+                vendor_gemm(_rows_of(x, vendor.rows), w, _rows_of(out, vendor.rows), parts=parts)
+                return
+        schedule = self.schedules.dense(m, n, k, parts)
+        dense_gemm(x, w, out, parts=parts, bias=bias, schedule=schedule, pdl=self.pdl)
 
     def _few_experts(
         self, layer: _Layer, b: _Rows, slot_table: torch.Tensor, schedules: ExpertSchedules
@@ -296,6 +306,11 @@ class _Layer:
         self.post_attention_norm = load("post_attention_norm", layer_idx).float()
         self.qkv = torch.cat([load(role, layer_idx) for role in ("q_proj", "k_proj", "v_proj")])
         self.o_proj = load("o_proj", layer_idx)
+        self.qkv_bias: torch.Tensor | None = None
+        self.o_bias: torch.Tensor | None = None
+        if config.attention_bias:
+            self.qkv_bias = torch.cat([load(role, layer_idx) for role in ("q_bias", "k_bias", "v_bias")])
+            self.o_bias = load("o_bias", layer_idx)
         self.q_norm = load("q_norm", layer_idx).float() if config.qk_norm else None
         self.k_norm = load("k_norm", layer_idx).float() if config.qk_norm else None
         self.router = load("router", layer_idx)

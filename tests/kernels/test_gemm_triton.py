@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -79,6 +81,21 @@ def run_parts(
     out = torch.full((x.shape[0], parts, w.shape[0]), float("nan"), device=DEVICE)
     dense_gemm_parts(x, w, out, schedule=schedule, pdl=pdl)
     return out
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("k", "n", "parts"), SHAPES)
+def test_a_bias_is_added_to_the_rounded_output_and_rounded(k, n, parts, dtype):
+    x, w = inputs("cancelling", 5, k, n, dtype)
+    bias = hostile("heavy_tailed", (n,), seed=3).to(DEVICE, dtype)
+    plain = run(x, w, parts, out_dtype=dtype)
+    expected = (plain.float() + bias.float()).to(dtype)
+    for schedule in (None, *SMALL_SCHEDULES) if dtype == torch.bfloat16 else (None,):
+        if schedule is not None and parts > 1:
+            schedule = replace(schedule, early_k=0)
+        out = torch.full_like(plain, float("nan"))
+        dense_gemm(x, w, out, parts=parts, bias=bias, schedule=schedule)
+        assert_bits_equal(out, expected, str(schedule))
 
 
 def magnitude(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

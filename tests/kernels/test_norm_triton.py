@@ -85,6 +85,22 @@ def test_merge_agrees_with_the_reference(num_parts, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_a_bias_is_added_to_the_rounded_branch(num_parts, dtype):
+    parts = rows_of("cancelling", (3, num_parts, 300), torch.float32)
+    residual, bias = (
+        rows_of("normal", (3, 300), dtype),
+        rows_of("heavy_tailed", (1, 300), dtype)[0].contiguous(),
+    )
+    rows, norm = torch.empty_like(residual), torch.empty_like(residual)
+    merge_residual_norm(parts, residual, weight_of(300), EPS, rows, norm, bias=bias)
+    expected_rows, expected_norm = merge_residual_norm_reference(parts, residual, weight_of(300), EPS, bias)
+    assert_bits_equal(rows, expected_rows, "residual")
+    assert_close(norm, expected_norm)
+    assert not torch.equal(rows, merged(parts, residual)[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_slots", [1, 2, 5, 8])
 def test_combine_agrees_with_the_reference(num_slots, dtype):
     slot_rows = rows_of("cancelling", (3, num_slots, 300), dtype)

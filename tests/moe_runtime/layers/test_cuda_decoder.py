@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from moe_runtime.engine.llm import LLM
+from moe_runtime.engine.request import SamplingParams
 from tests.bits import assert_bits_equal
 from tests.gpu_engine import gpu_llm, write_gpu_checkpoint
 from tests.kernels.triton_interpreter import DEVICE
@@ -16,14 +18,21 @@ from moe_runtime.layers.cuda_decoder import MAX_DECODE_ROWS, CudaDecoder, MixedI
 
 VOCAB = 96
 NUM_BLOCKS = 4
+CPU_TOLERANCE = 0.1  # bf16 paths of other trees, logits of a few units
+
+
+LIMITS = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "kv_cache_blocks": 8}
+
+
+def load(folder) -> CudaDecoder:
+    found = gpu_llm(folder, **LIMITS).model.decoder
+    assert isinstance(found, CudaDecoder)
+    return found
 
 
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory) -> CudaDecoder:
-    folder = write_gpu_checkpoint(tmp_path_factory.mktemp("decoder"), num_hidden_layers=1)
-    found = gpu_llm(folder, max_num_seqs=4, max_num_batched_tokens=32, kv_cache_blocks=8).model.decoder
-    assert isinstance(found, CudaDecoder)
-    return found
+    return load(write_gpu_checkpoint(tmp_path_factory.mktemp("decoder"), num_hidden_layers=1))
 
 
 def caches(decoder: CudaDecoder, fill: float = 0.0):
@@ -78,6 +87,26 @@ def test_decode_and_mixed_give_one_row_the_same_bits_and_the_same_cache(decoder)
     for (k, v), (other_k, other_v) in zip(by_chunk, by_token, strict=True):
         assert_bits_equal(k, other_k)
         assert_bits_equal(v, other_v)
+
+
+def test_attention_biases_have_one_value_in_both_forms_and_on_the_cpu(tmp_path):
+    folder = write_gpu_checkpoint(tmp_path, num_hidden_layers=1, attention_bias=True)
+    decoder, ids = load(folder), [5, 9, 81, 3]
+    assert decoder.layers[0].qkv_bias is not None
+    by_token = caches(decoder)
+    whole = mixed(decoder, ids, 0, 2, caches(decoder))
+    rows = [decode(decoder, [token], [i], [2], 1, by_token) for i, token in enumerate(ids)]
+    assert_bits_equal(torch.cat(rows), whole)
+    score = SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=0)
+    [scored] = LLM(str(folder), device="cpu", **LIMITS).generate([ids], score)
+    ours = torch.log_softmax(whole, 1).cpu()
+    for i, entry in enumerate(scored.prompt_logprobs[1:]):
+        assert abs(ours[i, ids[i + 1]] - entry.logprob) < CPU_TOLERANCE
+    for name, bias in (("qkv", decoder.layers[0].qkv_bias), ("o", decoder.layers[0].o_bias)):
+        kept = bias.clone()
+        bias.zero_()
+        assert not torch.equal(mixed(decoder, ids, 0, 2, caches(decoder)), whole), name
+        bias.copy_(kept)
 
 
 def test_inert_rows_touch_neither_the_cache_nor_a_live_row(decoder):
