@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from moe_runtime.kernels.gpu_schedules import AuditFindings
+from moe_runtime.kernels.gpu_schedules import AuditFindings, MeasuredSchedule
 
 __all__ = ["AuditRow", "GpuAuditReport", "audit_file", "device_key", "load_findings", "save_report"]
 
@@ -67,6 +67,11 @@ class GpuAuditReport:
             equal=frozenset((row.op, row.schedule) for row in own) - unequal,
             unequal=unequal,
             vendor_rows=dict(self.vendor_rows),
+            measured=[
+                MeasuredSchedule(op=row.op, shape=row.shape, m=row.m, schedule=row.schedule, us=row.us)
+                for row in own
+                if row.equal and row.us is not None
+            ],
         )
 
     def merge(self, other: GpuAuditReport) -> None:

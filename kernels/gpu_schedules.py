@@ -2,7 +2,8 @@
 
 A device whose kind is known has a table of preferences that were measured there (the ``default_*`` functions of the
 kernels' files), less what an audit refused. On any other device each op keeps its canonical schedule until
-``moe-runtime audit`` has shown on it that others give the same bits. Vendor GEMMs run only at row counts that an audit
+``moe-runtime audit`` has shown on it that others give the same bits; the fastest of those is taken where it measured
+them, else the first in the order of the table. Vendor GEMMs run only at row counts that an audit
 found equal and faster, rows padded up to them; without an audit they do not run at all. fp32 has canonical schedules.
 
 A choice may depend on the number of rows because every schedule that may be chosen gives the same bits.
@@ -11,6 +12,7 @@ A choice may depend on the number of rows because every schedule that may be cho
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -54,6 +56,7 @@ __all__ = [
     "KNOWN_KINDS",
     "AuditFindings",
     "GpuSchedules",
+    "MeasuredSchedule",
     "VendorGemm",
     "device_kind",
     "schedule_label",
@@ -85,6 +88,17 @@ class VendorGemm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredSchedule:
+    """How long a schedule with the canonical bits took: op, shape and schedule as audits name them, M rows."""
+
+    op: str
+    shape: str
+    m: int
+    schedule: str
+    us: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AuditFindings:
     """What an audit of this very device found, as labels of ``schedule_label``.
 
@@ -92,11 +106,13 @@ class AuditFindings:
         equal: (op, schedule) compared and never unequal.
         unequal: (op, schedule) that differed from the canonical schedule somewhere; never used on the device.
         vendor_rows: Row counts, by (N, K, parts, float32 output), where the vendor's GEMM was equal and faster.
+        measured: Times of own schedules.
     """
 
     equal: frozenset[tuple[str, str]] = frozenset()
     unequal: frozenset[tuple[str, str]] = frozenset()
     vendor_rows: Mapping[tuple[int, int, int, bool], tuple[int, ...]] = field(default_factory=dict)
+    measured: Sequence[MeasuredSchedule] = ()
 
 
 def schedule_label(schedule: object) -> str:
@@ -170,12 +186,17 @@ class GpuSchedules:
     def router(self, m: int, hidden: int) -> RouterSchedule:
         """Of ``router_logits``."""
         return self._first(
-            "router", (default_router_schedule(m, hidden), *ROUTER_SCHEDULES), CANONICAL_ROUTER, m, hidden
+            "router",
+            (default_router_schedule(m, hidden), *ROUTER_SCHEDULES),
+            CANONICAL_ROUTER,
+            m,
+            hidden,
+            m=m,
         )
 
     def topk(self, m: int) -> TopkSchedule:
         """Of ``topk``; integers and elementwise fp32, so fp32 models may use any, too."""
-        return self._first("topk", (default_topk_schedule(m), *TOPK_SCHEDULES), CANONICAL_TOPK, m)
+        return self._first("topk", (default_topk_schedule(m), *TOPK_SCHEDULES), CANONICAL_TOPK, m, m=m)
 
     def experts(self, m: int, hidden: int, width: int) -> ExpertSchedules:
         """Of ``gate_up`` and ``down`` for M rows."""
@@ -187,9 +208,10 @@ class GpuSchedules:
                 CANONICAL_EXPERT,
                 m,
                 hidden,
+                m=m,
             ),
             down=self._first(
-                "down", _without_tma((default.down, *DOWN_SCHEDULES), width), CANONICAL_EXPERT, m, width
+                "down", _without_tma((default.down, *DOWN_SCHEDULES), width), CANONICAL_EXPERT, m, width, m=m
             ),
         )
 
@@ -224,7 +246,7 @@ class GpuSchedules:
         candidates = candidate_gemm_schedules(m, n, k, parts)
         if op == "dense" and parts > 1:
             candidates = tuple(replace(schedule, early_k=0) for schedule in candidates)
-        return self._first(op, candidates, CANONICAL_GEMM, m, n, k, parts)
+        return self._first(op, candidates, CANONICAL_GEMM, m, n, k, parts, m=m, shape=f"N{n} K{k} P{parts}")
 
     def _usable_grouped(
         self, op: str, default: GroupedSchedule, candidates: Sequence[GroupedSchedule], depth: int
@@ -235,13 +257,20 @@ class GpuSchedules:
         wanted = [s for s in (default, *candidates) if s.kind != "vendor"]
         if depth % 8 != 0:  # TMA needs rows of a multiple of 16 bytes
             wanted = [replace(s, kind="pointer", tma_weights=False) for s in wanted]
-        same_tile = [s for s in wanted if s.row_tile == default.row_tile]
+        wanted = self._fastest_first(op, wanted)
+        same_tile = [s for s in wanted if s.row_tile == wanted[0].row_tile]
         ordered = dict.fromkeys([*same_tile, *wanted])
         usable = [s for s in ordered if s != CANONICAL_GROUPED and self.may_use(op, s)]
         return [*usable, CANONICAL_GROUPED]
 
     def _first(
-        self, op: str, candidates: Iterable[_Schedule], canonical: _Schedule, *where: object
+        self,
+        op: str,
+        candidates: Iterable[_Schedule],
+        canonical: _Schedule,
+        *where: object,
+        m: int | None = None,
+        shape: str | None = None,
     ) -> _Schedule:
         """The first candidate that may be used, else the canonical schedule; remembered by ``where``."""
         key = (op, *where)
@@ -249,10 +278,27 @@ class GpuSchedules:
         if found is None:
             found = canonical
             if self.dtype != torch.float32 or op == "topk":
-                usable = (s for s in candidates if s != canonical and self.may_use(op, s))
+                ordered = self._fastest_first(op, candidates, m, shape)
+                usable = (s for s in ordered if s != canonical and self.may_use(op, s))
                 found = next(usable, canonical)
             self._chosen[key] = found
         return found  # type: ignore[return-value]
+
+    def _fastest_first(
+        self, op: str, candidates: Iterable[_Schedule], m: int | None = None, shape: str | None = None
+    ) -> list[_Schedule]:
+        """Candidates by their time at the next audited row count from M on (else the largest), those without one last;
+        as they come on a known kind, whose order was measured, and without times."""
+        candidates = list(candidates)
+        if self.kind in KNOWN_KINDS:
+            return candidates
+        times = [t for t in self._findings.measured if t.op == op and shape in (None, t.shape)]
+        if not times:
+            return candidates
+        counts = sorted({t.m for t in times})
+        nearest = next((count for count in counts if m is not None and count >= m), counts[-1])
+        us = {t.schedule: t.us for t in times if t.m == nearest}
+        return sorted(candidates, key=lambda s: us.get(schedule_label(s), math.inf))
 
 
 def _without_tma(schedules: Iterable[ExpertSchedule], depth: int) -> list[ExpertSchedule]:

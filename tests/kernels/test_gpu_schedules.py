@@ -11,11 +11,16 @@ from tests.kernels import triton_interpreter as triton_interpreter
 
 from moe_runtime.kernels.attention_triton import CANONICAL_DECODE  # isort: skip
 from moe_runtime.kernels.experts_triton import CANONICAL_EXPERT, default_expert_schedules  # isort: skip
-from moe_runtime.kernels.gemm_triton import CANONICAL_GEMM, default_gemm_schedule  # isort: skip
+from moe_runtime.kernels.gemm_triton import (  # isort: skip
+    CANONICAL_GEMM,
+    candidate_gemm_schedules,
+    default_gemm_schedule,
+)
 from moe_runtime.kernels.gpu_schedules import (  # isort: skip
     KNOWN_KINDS,
     AuditFindings,
     GpuSchedules,
+    MeasuredSchedule,
     device_kind,
     schedule_label,
 )
@@ -102,6 +107,33 @@ def test_a_schedule_found_unequal_is_never_used_there():
         assert before != after
     grouped = table.grouped_experts(4096, 128, 2048, 768)
     assert grouped.gate_up.row_tile == grouped.down.row_tile
+
+
+def test_an_unknown_device_takes_the_fastest_that_its_audit_found_equal():
+    candidates = candidate_gemm_schedules(8, 5120, 2048)[:-1]
+    labels = [schedule_label(s) for s in candidates]
+    equal = frozenset(("dense", label) for label in labels[:-1])
+
+    def measured(m: int, times: list[float], shape: str = "N5120 K2048 P1") -> list[MeasuredSchedule]:
+        return [
+            MeasuredSchedule(op="dense", shape=shape, m=m, schedule=label, us=us)
+            for label, us in zip(labels, times, strict=False)
+        ]
+
+    slowest_first = [float(10 - i) for i in range(len(labels))]
+    findings = AuditFindings(
+        equal=equal,
+        measured=[
+            *measured(1, slowest_first[::-1]),
+            *measured(16, slowest_first),
+            *measured(16, [float(i) for i in range(len(labels))], shape="N1 K2 P1"),
+        ],
+    )
+    table = GpuSchedules("sm120 Some GPU", BF16, findings)
+    assert table.dense(8, 5120, 2048) == candidates[-2]  # the last one was not equal
+    assert table.dense(1, 5120, 2048) == candidate_gemm_schedules(1, 5120, 2048)[0]
+    assert table.dense(16, 5120, 2048) == candidates[-2]
+    assert GpuSchedules(H200, BF16, findings).dense(8, 5120, 2048) == candidates[0]
 
 
 def test_refusing_everything_ends_at_the_canonical_schedule():
