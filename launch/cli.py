@@ -65,7 +65,7 @@ def parse_config(
                 default=default,
                 prog=prog,
                 description=description,
-                config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff),
+                config=(tyro.conf.OmitArgPrefixes,),
             )
 
         return parse() if _rank() == "0" else _in_one_line(parse)

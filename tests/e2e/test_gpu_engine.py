@@ -288,7 +288,7 @@ def test_hostile_weights_keep_their_bits(kind: str, dtype: str, tmp_path: Any) -
 def test_canonical_bits_are_the_committed_ones(
     model: str, dtype: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = audit(["--model", model, "--dtype", dtype, "--only-golden", "True", "--golden", "check"])
+    code = audit(["--model", model, "--dtype", dtype, "--only-golden", "--golden", "check"])
     said = capsys.readouterr().out
     if "no golden digests" in said:
         pytest.skip(said)

@@ -21,7 +21,7 @@ def test_the_audit_of_a_cpu_prints_row_tiles(capsys):
 
 
 def test_golden_digests_are_written_and_a_moved_one_fails(tmp_path: Path, capsys):
-    options = ["--device", "cpu", "--only-golden", "True", "--golden-folder", str(tmp_path)]
+    options = ["--device", "cpu", "--only-golden", "--golden-folder", str(tmp_path)]
     assert audit.main([*options, "--golden", "check"]) == EXIT_OK
     assert "no golden digests" in capsys.readouterr().out
     assert audit.main([*options, "--golden", "write"]) == EXIT_OK
