@@ -44,6 +44,7 @@ __all__ = [
     "norm_rope_reference",
     "normalize_and_rotate",
     "online_softmax",
+    "rope_work",
     "row_sums",
     "scale_log2",
     "softmax_reference",
@@ -265,6 +266,14 @@ def attention_work(
     """Floating-point operations of the visible keys, and bytes of bf16 keys and values if each row reads its own."""
     keys = sum(min(p + 1, p + 1 if window is None else window) for p in positions if p >= 0)
     return 4 * keys * num_query_heads * head_dim, 4 * keys * num_kv_heads * head_dim
+
+
+def rope_work(
+    num_tokens: int, *, num_query_heads: int, num_kv_heads: int, head_dim: int, has_norm: bool, itemsize: int
+) -> tuple[int, int]:
+    """fp32 operations of norm and RoPE, and bytes of queries, keys and values, each read and written once."""
+    flops = num_tokens * (num_query_heads + num_kv_heads) * head_dim * (7 if has_norm else 3)
+    return flops, 2 * itemsize * num_tokens * (num_query_heads + 2 * num_kv_heads) * head_dim
 
 
 def norm_rope_reference(

@@ -13,6 +13,7 @@ Numerics: see ``attention_tree_triton``. Every row's bits depend on its own qkv 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -31,6 +32,7 @@ from moe_runtime.kernels.attention_tree_triton import (
     merge_chunk,
     norm_rope_reference,
     normalize_and_rotate,
+    rope_work,
     scale_log2,
     softmax_reference,
 )
@@ -235,7 +237,37 @@ def attend_decode_reference(
     return out.view(qkv.shape[0], -1)
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+def _decode_cost(grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
+    """Launch metadata: norm, RoPE, each row's own key and, if split, one chunk's partial result.
+
+    Cached keys depend on positions, which the device knows; ``attention_work`` counts them for known positions.
+    """
+    num_kv_heads, head_dim, itemsize = args["NUM_KV_HEADS"], args["HEAD_DIM"], args["qkv"].element_size()
+    num_rows, num_query_heads = grid[0] // num_kv_heads, num_kv_heads * args["GROUPS"]
+    rope_flops, num_bytes = rope_work(
+        num_rows,
+        num_query_heads=num_query_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        has_norm=args["HAS_NORM"],
+        itemsize=itemsize,
+    )
+    if args["SPLIT"]:  # fp32 o, m and l take the place of the output
+        num_bytes += num_rows * num_query_heads * (4 * (head_dim + 2) - itemsize * head_dim)
+    cost = {"name": f"attention_decode_{num_rows}", "flops32": rope_flops, "bytes": num_bytes}
+    width = f"flops{8 * itemsize}"
+    cost[width] = cost.get(width, 0) + 4 * num_rows * num_query_heads * head_dim
+    return cost
+
+
+def _merge_cost(grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
+    """Launch metadata of one chunk per row and head; how many a row has is known on the device alone."""
+    head_dim, out_bytes = args["HEAD_DIM"], args["out"].element_size()
+    num_bytes = grid[0] * (4 * (head_dim + 2) + out_bytes * head_dim)
+    return {"name": "attention_merge", "flops32": 4 * grid[0] * head_dim, "bytes": num_bytes}
+
+
+@triton.jit(do_not_specialize=["table_stride"], launch_metadata=_decode_cost)
 def _decode_kernel(  # type: ignore[no-untyped-def]
     qkv,
     k_cache,
@@ -349,7 +381,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             tl.store(target, result.to(out.dtype.element_ty), mask=is_query)
 
 
-@triton.jit
+@triton.jit(launch_metadata=_merge_cost)
 def _merge_kernel(  # type: ignore[no-untyped-def]
     partial_o,
     partial_ml,

@@ -23,7 +23,7 @@ import triton.language as tl
 
 from moe_runtime.kernels.gumbel_triton import mass_of, scaled_logit
 from moe_runtime.kernels.ranks_triton import MAX_KEY, key_of, logit_of, logits_shape, pass_cost
-from moe_runtime.kernels.triton_launch import launch_options, wait_for_previous
+from moe_runtime.kernels.triton_launch import launch_options, tensors_cost, wait_for_previous
 
 __all__ = ["CUTOFF_SCHEDULES", "CutoffSchedule", "find_cutoffs", "find_cutoffs_reference", "target_mass"]
 
@@ -220,7 +220,7 @@ def _store_state(state, row, low, high, weight_low, weight_high, target):  # typ
     tl.store(state + row * _FIELDS + 4, target)
 
 
-@triton.jit
+@triton.jit(launch_metadata=tensors_cost("weights"))
 def _begin_kernel(  # type: ignore[no-untyped-def]
     state,
     weights,

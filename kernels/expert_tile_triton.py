@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_runtime.kernels.topk_triton import ExpertOrder
-from moe_runtime.kernels.triton_launch import launch_options, wait_for_previous
+from moe_runtime.kernels.triton_launch import launch_options, tensors_cost, wait_for_previous
 
 __all__ = [
     "chain",
@@ -112,7 +112,7 @@ def load_rows(x, row, live, k, D: tl.constexpr, BK: tl.constexpr, EVEN: tl.const
     return tl.load(x + row[:, None] * D + depth[None, :], mask=mask, other=0.0)
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@triton.jit(do_not_specialize=["num_pairs"], launch_metadata=tensors_cost("out", 0))
 def _gather(  # type: ignore[no-untyped-def]
     h, order, first_row, out, num_pairs, H: tl.constexpr, E: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,

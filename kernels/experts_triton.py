@@ -38,6 +38,7 @@ __all__ = [
     "down",
     "down_reference",
     "expert_cost",
+    "expert_metadata",
     "gate_up",
     "gate_up_reference",
 ]
@@ -132,6 +133,21 @@ def expert_cost(
     """(flops, bytes) of one kernel: ``gate_up`` has depth H and 2 I columns, ``down`` depth I and H columns."""
     num_bytes = itemsize * (num_active * depth * columns + num_pairs * (depth + columns))
     return 2 * num_pairs * depth * columns, num_bytes
+
+
+def expert_metadata(grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
+    """Launch metadata of the expert GEMMs, here and in grouped_experts_triton.py.
+
+    Which pairs are local and which experts have rows is known on the device alone: all pairs count, and the weights of
+    as many experts as they can have.
+    """
+    num_pairs = (args["ids"] if "ids" in args else args["order"]).numel()
+    depth, columns = (args["W"], args["H"]) if "rows" in args else (args["H"], 2 * args["W"])
+    weight = getattr(args["w"], "base", args["w"])
+    num_active = min(weight.numel() // (depth * columns), num_pairs)
+    flops, num_bytes = expert_cost(num_pairs, num_active, depth, columns, weight.element_size())
+    name = f"{'experts' if 'ids' in args else 'grouped_experts'}{kernel.name}_{num_pairs}x{columns}x{depth}"
+    return {"name": name, f"flops{8 * weight.element_size()}": flops, "bytes": num_bytes}
 
 
 def gate_up(
@@ -316,7 +332,7 @@ def _pairs(slot, rank, first, K: tl.constexpr, CAP: tl.constexpr, BM: tl.constex
     return tl.sum(tl.where(hit, (t * K + slot)[None, :], 0), 1)
 
 
-@triton.jit(do_not_specialize=["offset", "capacity"])
+@triton.jit(do_not_specialize=["offset", "capacity"], launch_metadata=expert_metadata)
 def _gate_up(  # type: ignore[no-untyped-def]
     h, w, slot_table, ids, mid, offset, capacity, H: tl.constexpr, W: tl.constexpr, E: tl.constexpr, K: tl.constexpr,
     CAP: tl.constexpr, PER_SLOT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -356,7 +372,7 @@ def _gate_up(  # type: ignore[no-untyped-def]
         first += BM
 
 
-@triton.jit(do_not_specialize=["offset", "capacity"])
+@triton.jit(do_not_specialize=["offset", "capacity"], launch_metadata=expert_metadata)
 def _down(  # type: ignore[no-untyped-def]
     mid, w, slot_table, ids, weights, rows, offset, capacity, H: tl.constexpr, W: tl.constexpr, E: tl.constexpr,
     K: tl.constexpr, CAP: tl.constexpr, PER_SLOT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,

@@ -27,8 +27,9 @@ from moe_runtime.kernels.expert_tile_triton import (
     weight_operand,
     weighted_rounded,
 )
+from moe_runtime.kernels.experts_triton import expert_metadata
 from moe_runtime.kernels.topk_triton import ExpertOrder, ExpertTiles
-from moe_runtime.kernels.triton_launch import launch_options, wait_for_previous
+from moe_runtime.kernels.triton_launch import launch_options, tensors_cost, wait_for_previous
 
 __all__ = [
     "CANONICAL_GROUPED",
@@ -294,7 +295,7 @@ def _options(schedule: GroupedSchedule, hidden: int, width: int, pdl: bool) -> d
     }
 
 
-@triton.jit
+@triton.jit(launch_metadata=tensors_cost("mid", 5))
 def _swiglu_rows(both, mid, first_row, W: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Elementwise over one row of rounded gate and up outputs."""
     r = tl.program_id(0).to(tl.int64)
@@ -305,7 +306,7 @@ def _swiglu_rows(both, mid, first_row, W: tl.constexpr, E: tl.constexpr, BLOCK: 
     tl.store(mid + r * W + c, swiglu_rounded(gate, up, mid.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(launch_metadata=tensors_cost("rows"))
 def _weight_rows(  # type: ignore[no-untyped-def]
     plain, rows, order, weights, first_row, H: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -320,7 +321,7 @@ def _weight_rows(  # type: ignore[no-untyped-def]
     tl.store(rows + pair * H + c, weighted_rounded(x, weight, rows.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(launch_metadata=expert_metadata)
 def _gate_up(  # type: ignore[no-untyped-def]
     x, w, order, mid, tile_expert, tile_first, tile_end, num_tiles, H: tl.constexpr, W: tl.constexpr, K: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, X_TMA: tl.constexpr,
@@ -352,7 +353,7 @@ def _gate_up(  # type: ignore[no-untyped-def]
         tl.store(at, out, mask=live[:, None] & (c < W)[None, :])
 
 
-@triton.jit
+@triton.jit(launch_metadata=expert_metadata)
 def _down(  # type: ignore[no-untyped-def]
     x, w, order, weights, rows, tile_expert, tile_first, tile_end, num_tiles, H: tl.constexpr, W: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, X_TMA: tl.constexpr,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from moe_runtime.kernels import sampling
-from moe_runtime.kernels.triton_launch import launch_options, wait_for_previous
+from moe_runtime.kernels.triton_launch import launch_options, tensors_cost, wait_for_previous
 
 __all__ = [
     "MASS_SCALE",
@@ -126,7 +126,8 @@ def mass_of(x):  # type: ignore[no-untyped-def]
     return (tl.exp(x) * MASS_SCALE).to(tl.int64)
 
 
-@triton.jit
+# Ten rounds of eight integer operations, and about twenty for the logarithms.
+@triton.jit(launch_metadata=tensors_cost("out", 100))
 def _noise_kernel(key, token_ids, out, num_ids, BLOCK: tl.constexpr, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
     wait_for_previous(PDL)
     elements = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -166,6 +167,20 @@ def attend_rows_reference(
     return torch.cat(results).view(q.shape[0], -1)
 
 
+def _rows_cost(grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
+    """Launch metadata: queries, outputs and the tokens' own keys and values, one key per query.
+
+    What else a row sees depends on positions, which the device knows; ``attention_work`` counts it for known positions.
+    """
+    q, out = args["q"], args["out"]
+    return {
+        "name": f"attention_rows_{q.shape[0]}",
+        f"flops{8 * q.element_size()}": 4 * q.numel(),
+        "bytes": q.element_size() * (q.numel() + 2 * q.numel() // args["GROUPS"])
+        + out.element_size() * out.numel(),
+    }
+
+
 @triton.jit
 def _load_keys(  # type: ignore[no-untyped-def]
     cache,
@@ -298,7 +313,7 @@ def _attend_tokens_alone(  # type: ignore[no-untyped-def]
         tl.store(out + offset + column, result.to(out.dtype.element_ty), mask=is_query)
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["table_stride"], launch_metadata=_rows_cost)
 def _rows_kernel(  # type: ignore[no-untyped-def]
     q,
     k_cache,

@@ -11,6 +11,7 @@ after the weight; RoPE is fp32 without fma, rounded once.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -21,6 +22,7 @@ from moe_runtime.kernels.attention_tree_triton import (
     check_heads,
     norm_rope_reference,
     normalize_and_rotate,
+    rope_work,
 )
 from moe_runtime.kernels.triton_launch import launch_options, wait_for_previous
 
@@ -133,7 +135,20 @@ def rope_and_write_reference(
     return torch.where(live[:, None, None], q, 0.0)
 
 
-@triton.jit
+def _rope_cost(grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
+    """Launch metadata; inert tokens, which the device knows, count too."""
+    flops, num_bytes = rope_work(
+        grid[0],
+        num_query_heads=args["NUM_QUERY_HEADS"],
+        num_kv_heads=args["NUM_KV_HEADS"],
+        head_dim=args["HEAD_DIM"],
+        has_norm=args["HAS_NORM"],
+        itemsize=args["qkv"].element_size(),
+    )
+    return {"name": f"rope_and_write_{grid[0]}", "flops32": flops, "bytes": num_bytes}
+
+
+@triton.jit(launch_metadata=_rope_cost)
 def _rope_kernel(  # type: ignore[no-untyped-def]
     qkv,
     positions,

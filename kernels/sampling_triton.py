@@ -56,7 +56,7 @@ from moe_runtime.kernels.ranks_triton import (
     top_keys,
 )
 from moe_runtime.kernels.sampling import RowSampling
-from moe_runtime.kernels.triton_launch import launch_options, wait_for_previous
+from moe_runtime.kernels.triton_launch import launch_options, tensors_cost, wait_for_previous
 
 __all__ = [
     "MAX_SMALL_TOP_K",
@@ -286,7 +286,7 @@ def sample_reference(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     return torch.where(unsampled, greedy_reference(logits), chosen)
 
 
-@triton.jit
+@triton.jit(launch_metadata=tensors_cost("keys"))
 def _greedy_kernel(keys, num_chunks, out, CHUNKS: tl.constexpr, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -295,7 +295,8 @@ def _greedy_kernel(keys, num_chunks, out, CHUNKS: tl.constexpr, PDL: tl.constexp
     tl.store(out + row, id_of(winner).to(out.dtype.element_ty))
 
 
-@triton.jit
+# Only rows with a small top-k read logits, and the device alone knows which.
+@triton.jit(launch_metadata=tensors_cost("keys", besides="logits"))
 def _settle_kernel(  # type: ignore[no-untyped-def]
     logits,
     row_stride,
@@ -384,7 +385,7 @@ def _noise_kernel(  # type: ignore[no-untyped-def]
         tl.store(best + row * tl.num_programs(1) + tl.program_id(1), block_best)
 
 
-@triton.jit
+@triton.jit(launch_metadata=tensors_cost("best"))
 def _choose_kernel(  # type: ignore[no-untyped-def]
     best, num_blocks, winners, out, BLOCKS: tl.constexpr, PDL: tl.constexpr
 ):

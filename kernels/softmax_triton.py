@@ -11,7 +11,7 @@ s' = s * exp(m - m') + sb * exp(mb - m'); a logprob is (logit - m) - log(s), two
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -26,7 +26,7 @@ from moe_runtime.kernels.ranks_triton import (
     pass_cost,
     top_keys,
 )
-from moe_runtime.kernels.triton_launch import launch_options, wait_for_previous
+from moe_runtime.kernels.triton_launch import launch_options, tensor_bytes, tensors_cost, wait_for_previous
 
 __all__ = [
     "MAX_NUM_TOP",
@@ -221,7 +221,20 @@ def top_logprobs_reference(
     return ids.int(), values
 
 
-@triton.jit
+def _picked_cost(grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
+    """Launch metadata of a kernel that reads one logit per row, or the chunks that may hold its highest."""
+    if "num_top" in args:
+        num_rows, num_top = grid[0], args["num_top"]
+        num_logits = num_rows * num_top * args["CHUNK"]
+        flops = num_top * (num_logits + num_rows * args["num_chunks"])
+    else:
+        num_logits = args["num_rows"]
+        flops = 2 * num_logits
+    num_bytes = 4 * num_logits + tensor_bytes(args, besides="logits")
+    return {"name": kernel.name, "flops32": flops, "bytes": num_bytes}
+
+
+@triton.jit(launch_metadata=_picked_cost)
 def _top_logprobs_kernel(  # type: ignore[no-untyped-def]
     logits,
     row_stride,
@@ -285,7 +298,7 @@ def _block_stats_kernel(  # type: ignore[no-untyped-def]
     tl.store(partials + (num_rows + row) * num_blocks + block, total)
 
 
-@triton.jit
+@triton.jit(launch_metadata=tensors_cost("partials", 4))
 def _merge_stats_kernel(  # type: ignore[no-untyped-def]
     partials, num_rows, num_blocks, out_max, out_log_sum, PDL: tl.constexpr
 ):
@@ -320,7 +333,7 @@ def _row_stats_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_log_sum + row, tl.log(total))
 
 
-@triton.jit
+@triton.jit(launch_metadata=_picked_cost)
 def _token_logprobs_kernel(  # type: ignore[no-untyped-def]
     logits,
     row_stride,

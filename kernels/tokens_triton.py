@@ -6,6 +6,8 @@ A step may be launched before the host knows the tokens of the step before. Each
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -84,7 +86,13 @@ def record_tokens_reference(
     return result
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+def _token_cost(grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
+    """Launch metadata: an int32 of each tensor per row, though only the device knows which slots are used."""
+    num_rows, num_tensors = args["num_rows"], sum(isinstance(value, torch.Tensor) for value in args.values())
+    return {"name": kernel.name, "flops32": num_rows, "bytes": 4 * num_tensors * num_rows}
+
+
+@triton.jit(do_not_specialize=["num_rows"], launch_metadata=_token_cost)
 def _resolve(host_ids, slots, last_token, out, num_rows, B: tl.constexpr, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0) * B + tl.arange(0, B)
     live = row < num_rows
@@ -95,7 +103,7 @@ def _resolve(host_ids, slots, last_token, out, num_rows, B: tl.constexpr, PDL: t
     tl.store(out + row, tl.where(known >= 0, known, kept), mask=live)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows"], launch_metadata=_token_cost)
 def _record(tokens, slots, last_token, num_rows, B: tl.constexpr, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0) * B + tl.arange(0, B)
     live = row < num_rows

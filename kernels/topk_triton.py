@@ -13,12 +13,13 @@ pure functions of the ids.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from moe_runtime.kernels.triton_launch import launch_options, wait_for_previous
+from moe_runtime.kernels.triton_launch import launch_options, tensors_cost, wait_for_previous
 
 __all__ = [
     "CANONICAL_TOPK",
@@ -178,10 +179,7 @@ def topk(
         return
     schedule = schedule or default_topk_schedule(num_rows)
     _topk[(triton.cdiv(max(num_rows, capacity), schedule.row_tile),)](
-        logits,
-        num_tokens,
-        ids,
-        weights,
+        *(logits, num_tokens, ids, weights),
         ids if slot_table is None else slot_table,
         logits if scores.bias is None else scores.bias,
         num_rows,
@@ -299,10 +297,7 @@ def expert_tiles(
     lists = torch.empty(3, max_tiles, dtype=torch.int32, device=first_row.device)
     num_tiles = torch.empty(1, dtype=torch.int32, device=first_row.device)
     _cut[(max(1, triton.cdiv(max_tiles, TILE_BLOCK)),)](
-        first_row,
-        lists,
-        num_tiles,
-        max_tiles,
+        *(first_row, lists, num_tiles, max_tiles),
         E=num_experts,
         EP=triton.next_power_of_2(num_experts),
         ROWS=tile_rows,
@@ -313,6 +308,13 @@ def expert_tiles(
     return ExpertTiles(
         expert=lists[0], first_row=lists[1], end_row=lists[2], num_tiles=num_tiles, tile_rows=tile_rows
     )
+
+
+def _topk_metadata(grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
+    """Launch metadata; rows past ``num_tokens``, which the device knows, count too."""
+    num_rows, num_experts, num_topk = args["num_rows"], args["E"], args["K"]
+    flops, num_bytes = topk_cost(num_rows, num_experts, num_topk, args["capacity"])
+    return {"name": f"topk_{num_rows}x{num_experts}_{num_topk}", "flops32": flops, "bytes": num_bytes}
 
 
 @triton.jit
@@ -350,7 +352,7 @@ def _keep_groups(  # type: ignore[no-untyped-def]
     return tl.reshape(tl.where(kept[:, :, None] > 0, grouped, LOWEST), (rows, key.shape[1]))
 
 
-@triton.jit(do_not_specialize=["num_rows", "capacity"])
+@triton.jit(do_not_specialize=["num_rows", "capacity"], launch_metadata=_topk_metadata)
 def _topk(  # type: ignore[no-untyped-def]
     logits, num_tokens, ids, weights, slot_table, bias, num_rows, capacity,
     E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, TABLE: tl.constexpr,
@@ -423,7 +425,7 @@ def _local_experts(ids, pair, num_pairs, offset, E: tl.constexpr):  # type: igno
     return tl.where(pair < num_pairs, local, -1)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_blocks", "offset"])
+@triton.jit(do_not_specialize=["num_pairs", "num_blocks", "offset"], launch_metadata=tensors_cost("ids"))
 def _count(  # type: ignore[no-untyped-def]
     ids, counts, num_pairs, num_blocks, offset,
     E: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -438,7 +440,7 @@ def _count(  # type: ignore[no-untyped-def]
     tl.store(counts + e * num_blocks + block, count, mask=e <= E)
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
+@triton.jit(do_not_specialize=["num_blocks"], launch_metadata=tensors_cost("counts", updated="counts"))
 def _prefix(counts, totals, num_blocks, BLOCKS: tl.constexpr, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
     """One program per expert: counts over blocks become exclusive prefix sums in place."""
     wait_for_previous(PDL)
@@ -449,7 +451,9 @@ def _prefix(counts, totals, num_blocks, BLOCKS: tl.constexpr, PDL: tl.constexpr)
     tl.store(totals + e, tl.sum(count, 0))
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_blocks", "offset"])
+@triton.jit(
+    do_not_specialize=["num_pairs", "num_blocks", "offset"], launch_metadata=tensors_cost("ids", "BLOCK")
+)
 def _place(  # type: ignore[no-untyped-def]
     ids, counts, totals, order, first_row, num_pairs, num_blocks, offset,
     E: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -471,7 +475,7 @@ def _place(  # type: ignore[no-untyped-def]
         tl.store(first_row + e, first, mask=e <= E)
 
 
-@triton.jit(do_not_specialize=["max_tiles"])
+@triton.jit(do_not_specialize=["max_tiles"], launch_metadata=tensors_cost("lists", "E"))
 def _cut(  # type: ignore[no-untyped-def]
     first_row, lists, num_tiles, max_tiles,
     E: tl.constexpr, EP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,

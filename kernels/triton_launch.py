@@ -1,4 +1,4 @@
-"""What every Triton launch here shares: options that pin numerics, dependent launch, and the slices of one program.
+"""What every Triton launch here shares: options that pin numerics, dependent launch, and metadata for the profiler.
 
 Numerics: ``enable_fp_fusion=False``, so the compiler contracts no product and sum into an fma; wanted fmas are written
 ``tl.fma``. Dependent launch (PDL) lets a kernel start while the one before it ends and changes no bit: every kernel
@@ -8,13 +8,15 @@ waits for its predecessor before it reads anything that the predecessor, or any 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-__all__ = ["INTERPRETED", "launch_options", "wait_for_previous"]
+__all__ = ["INTERPRETED", "launch_options", "tensor_bytes", "tensors_cost", "wait_for_previous"]
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Kernels run in Triton's interpreter, on CPU tensors."""
@@ -38,3 +40,31 @@ def launch_options(*, num_warps: int, num_stages: int, pdl: bool) -> dict[str, A
         "enable_fp_fusion": False,
         "launch_pdl": pdl,
     }
+
+
+def tensor_bytes(args: dict[str, Any], besides: str = "") -> int:
+    """Bytes of all tensors among a kernel's arguments but the one named ``besides``; their values are not read."""
+    tensors = (value for name, value in args.items() if isinstance(value, torch.Tensor) and name != besides)
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def tensors_cost(
+    counted: str, operations: int | str = 1, *, updated: str = "", besides: str = ""
+) -> Callable[[Any, Any, dict[str, Any]], dict[str, Any]]:
+    """Launch metadata of a kernel that touches each of its tensors about once.
+
+    Args:
+        counted: Argument whose elements take ``operations`` each; comparisons and integer operations count.
+        operations: Or the name of the argument that says how many.
+        updated: A tensor that is read and written.
+        besides: A tensor that is left out.
+    """
+
+    def cost(grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
+        per_element = args[operations] if isinstance(operations, str) else operations
+        num_bytes = tensor_bytes(args, besides)
+        if updated:
+            num_bytes += tensor_bytes({updated: args[updated]})
+        return {"name": kernel.name, "flops32": per_element * args[counted].numel(), "bytes": num_bytes}
+
+    return cost
