@@ -6,10 +6,12 @@ A group of size 1 needs no torch.distributed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+
+from moe_runtime.comm.shared_memory import SharedMemoryLinks
 
 __all__ = ["RankGroup"]
 
@@ -22,11 +24,13 @@ class RankGroup:
         rank: Own position.
         size: Number of ranks.
         process_group: torch.distributed group; None exactly when size is 1 or the default group is meant.
+        links: Where given, rows travel here and not through torch.distributed; the same bits arrive.
     """
 
     rank: int = 0
     size: int = 1
     process_group: dist.ProcessGroup | None = None
+    links: SharedMemoryLinks | None = field(default=None, compare=False)
 
     def exchange(
         self, send: torch.Tensor, send_splits: Sequence[int], recv_splits: Sequence[int]
@@ -43,6 +47,8 @@ class RankGroup:
         """
         if self.size == 1:
             return send
+        if self.links is not None:
+            return self.links.exchange(send, send_splits, recv_splits)
         recv = send.new_empty((sum(recv_splits), *send.shape[1:]))
         dist.all_to_all_single(recv, send, list(recv_splits), list(send_splits), group=self.process_group)
         return recv

@@ -42,6 +42,8 @@ def close_ranks(group: RankGroup) -> None:
     """Leave the group together: a rank that goes while another still reads from it would look like a failure."""
     if group.size > 1:
         dist.barrier()
+        if group.links is not None:
+            group.links.close()
         dist.destroy_process_group()
 
 

@@ -18,6 +18,7 @@ import torch
 
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.multiple_reduction import resolve_multiple_reduction
+from moe_runtime.comm.transports import Transport, open_transport
 from moe_runtime.config import ServeConfig
 from moe_runtime.engine.backend import Deployment, plan_deployment, start_engine
 from moe_runtime.engine.kv_cache import kv_block_bytes
@@ -82,7 +83,13 @@ def main(args: Sequence[str] | None = None) -> int:
         if _has_other_identity(greetings, group):
             close_ranks(group)
             return EXIT_USAGE
-        return _serve(config, plan, deployment, group, front_end, greetings[0], start_s)
+        try:
+            transport = open_transport(group, config.engine.dispatcher)
+        except ValueError as error:
+            logger.error("%s", error)  # on every rank alike
+            close_ranks(group)
+            return EXIT_USAGE
+        return _serve(config, plan, deployment, transport, front_end, greetings[0], start_s)
     finally:
         if front_end is not None:
             front_end.close()
@@ -115,11 +122,14 @@ def _serve(
     config: ServeConfig,
     plan: ModelPlan,
     deployment: Deployment,
-    group: RankGroup,
+    transport: Transport,
     front_end: FrontEndProcess | None,
     greeting: _Greeting,
     start_s: float,
 ) -> int:
+    group = transport.group
+    if group.rank == 0:
+        logger.info("dispatcher %s: %s", transport.name, transport.reason)
     try:
         _check_memory(plan, deployment.num_kv_blocks, group)
         with progress_bar("loading weights", shown=group.rank == 0) as on_progress:
@@ -140,6 +150,8 @@ def _serve(
         "num_local_experts": len(
             contiguous_placement(plan.config.num_experts, group.size).local_logical_experts(group.rank)
         ),
+        "dispatcher": transport.name,
+        "dispatcher_reason": transport.reason,
         "num_self_check_comparisons": model.audit.num_comparisons,
         "start_s": round(time.monotonic() - start_s, 2),
     }

@@ -5,11 +5,19 @@ MoERuntimeError
 +-- CheckpointError (ValueError)        a checkpoint that cannot be loaded as asked
 +-- CapacityError (RuntimeError)        it does not fit
 +-- InvarianceError (RuntimeError)      a path cannot keep the invariance level asked for
++-- PeerError (RuntimeError)            another rank has gone, is late, or is out of step
 """
 
 from __future__ import annotations
 
-__all__ = ["CapacityError", "CheckpointError", "InvalidRequestError", "InvarianceError", "MoERuntimeError"]
+__all__ = [
+    "CapacityError",
+    "CheckpointError",
+    "InvalidRequestError",
+    "InvarianceError",
+    "MoERuntimeError",
+    "PeerError",
+]
 
 
 class MoERuntimeError(Exception):
@@ -46,3 +54,7 @@ class CapacityError(MoERuntimeError, RuntimeError):
 
 class InvarianceError(MoERuntimeError, RuntimeError):
     """A path cannot keep the invariance level asked for; nothing falls back silently."""
+
+
+class PeerError(MoERuntimeError, RuntimeError):
+    """Another rank has gone, is late, or is out of step; the message names it."""

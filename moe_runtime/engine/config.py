@@ -28,6 +28,8 @@ class EngineConfig:
         enforce_eager: Launch every kernel by itself, without CUDA graphs.
         audit_cache: Folder where ``moe-runtime audit`` keeps its results; by default moe-runtime in the user's cache
             folder.
+        dispatcher: What moves rows between ranks: ``collective`` (torch.distributed), ``symmetric`` (shared memory of
+            one host), or ``auto``, the second where all ranks can; the same bits by each.
         invariance: ``topology``: a request's bits depend on nothing but the request, on any number of ranks.
             ``batch``: the same for one fixed deployment, which leaves room for cheaper reductions.
         seed: Seeds dummy weights, and the seeds given to requests that bring none; by default those are random.
@@ -44,6 +46,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     enforce_eager: bool = False
     audit_cache: str | None = None
+    dispatcher: Literal["auto", "collective", "symmetric"] = "auto"
     invariance: Literal["topology", "batch"] = "topology"
     seed: int | None = None
 

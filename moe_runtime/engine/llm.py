@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields, replace
 import msgspec
 
 from moe_runtime.comm.groups import RankGroup
+from moe_runtime.comm.transports import open_transport
 from moe_runtime.engine.backend import Deployment, plan_deployment, start_engine
 from moe_runtime.engine.config import EngineConfig
 from moe_runtime.engine.generation_config import sampling_defaults
@@ -82,6 +83,8 @@ class LLM:
         self.config = msgspec.convert({"model": model, **options}, EngineConfig)
         self.group = group or RankGroup()
         plan = plan_model(self.config, self.group)
+        self.transport = open_transport(self.group, self.config.dispatcher)
+        self.group = self.transport.group
         deployment = plan_deployment(plan, self.config)  # on a GPU, from what is free before the weights
         self.model: LoadedModel = load_model(plan, self.config, self.group, on_progress=on_progress)
         try:

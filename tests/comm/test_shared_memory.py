@@ -1,0 +1,195 @@
+"""Shared-memory links: the rows of torch.distributed's exchange, slow and missing peers, growing rows."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moe_runtime.comm import shared_memory
+from moe_runtime.comm.groups import RankGroup
+from moe_runtime.comm.shared_memory import connect_shared_memory
+from moe_runtime.comm.transports import open_transport
+from moe_runtime.errors import PeerError
+from tests.bits import assert_bits_equal
+from tests.ranks import RankContext
+
+WORLD_SIZES = [2, 3, 8]
+TIMEOUT_S = 30.0
+SHORT_S = 0.5
+
+
+def group_of(context: RankContext) -> RankGroup:
+    return RankGroup(rank=context.rank, size=context.world_size, process_group=context.process_group)
+
+
+def linked(context: RankContext, timeout_s: float = TIMEOUT_S) -> RankGroup:
+    links = connect_shared_memory(group_of(context), timeout_s)
+    assert not isinstance(links, str), links
+    return replace(group_of(context), links=links)
+
+
+def num_rows(source: int, destination: int, turn: int) -> int:
+    return (3 * source + 5 * destination + turn * turn) % 7 * (1 if turn % 5 else 3000)  # zero for some pairs
+
+
+def rows_of(source: int, destination: int, turn: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * turn + 10 * source + destination)
+    rows = torch.randn(num_rows(source, destination, turn), 5, generator=generator).to(dtype)
+    if len(rows):
+        rows[0, :3] = torch.tensor([torch.nan, -0.0, torch.inf]).to(dtype)
+    return rows
+
+
+def exchange_often(context: RankContext) -> list[torch.Tensor]:
+    """30 turns, some of which outgrow the files, while ranks dawdle in turn."""
+    rank, size = context.rank, context.world_size
+    group, received = linked(context), []
+    for turn in range(30):
+        dtype = (torch.bfloat16, torch.float32, torch.float64)[turn % 3]
+        if (turn + rank) % 8 == 0:
+            time.sleep(0.003)
+        send = torch.cat([rows_of(rank, to, turn, dtype) for to in range(size)])
+        splits = (
+            [num_rows(rank, to, turn) for to in range(size)],
+            [num_rows(of, rank, turn) for of in range(size)],
+        )
+        received.append(group.exchange(send, *splits))
+    nothing = [0] * size
+    if rank == 0:  # rank 0 alone sends, so that some ranks send nothing and receive rows
+        received.append(group.exchange(torch.zeros(size, 3), [1] * size, [1, *nothing[1:]]))
+    else:
+        received.append(group.exchange(torch.zeros(0, 3), nothing, [1, *nothing[1:]]))
+    gathered = group.all_gather(torch.tensor([rank]))
+    assert group.links is not None
+    assert group.links.num_buffer_bytes > 2 * shared_memory.FIRST_CAPACITY * (size - 1)
+    group_of(context).all_gather(gathered)  # nobody closes while another reads
+    group.links.close()
+    return [*received, gathered]
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_rows_arrive_by_rank_and_turn(ranks, monkeypatch, world_size):
+    for rank, received in enumerate(ranks(world_size, exchange_often)):
+        assert received[-1].flatten().tolist() == list(range(world_size))
+        assert received[-2].tolist() == [[0.0, 0.0, 0.0]]
+        for turn, rows in enumerate(received[:-2]):
+            dtype = (torch.bfloat16, torch.float32, torch.float64)[turn % 3]
+            expected = torch.cat([rows_of(of, rank, turn, dtype) for of in range(world_size)])
+            assert_bits_equal(rows, expected, f"rank {rank}, turn {turn}")
+
+
+def pause_before_reading(context: RankContext) -> bool:
+    """Rank 1 sleeps between every doorbell and the rows behind it, while rank 0 hurries on."""
+    group, is_right = linked(context), True
+    if context.rank == 1:
+        read = shared_memory._Inbox.rows
+
+        def slowly(inbox, exchange, num_bytes, capacity):
+            time.sleep(0.01)
+            return read(inbox, exchange, num_bytes, capacity)
+
+        shared_memory._Inbox.rows = slowly
+    try:
+        for turn in range(20):
+            mine = torch.full((64,), 1000 * context.rank + turn)
+            for source, theirs in enumerate(group.all_gather(mine)):
+                is_right &= torch.equal(theirs, torch.full((64,), 1000 * source + turn))
+    finally:
+        if context.rank == 1:
+            shared_memory._Inbox.rows = read
+    group_of(context).all_gather(torch.zeros(1))  # nobody closes while another reads
+    return is_right
+
+
+def test_nothing_is_overwritten_while_a_slow_peer_reads(ranks):
+    assert ranks(4, pause_before_reading) == [True] * 4
+
+
+def pause_with_one_half(context: RankContext) -> bool:
+    """The control: with a single buffer in place of two halves the same pauses show."""
+    write, read = shared_memory._Outbox.write, shared_memory._Inbox.rows
+    shared_memory._Outbox.write = lambda box, exchange, rows: write(box, 0, rows)
+    shared_memory._Inbox.rows = lambda box, exchange, num_bytes, capacity: read(box, 0, num_bytes, capacity)
+    try:
+        return pause_before_reading(context)
+    finally:
+        shared_memory._Outbox.write, shared_memory._Inbox.rows = write, read
+
+
+def test_the_control_with_one_buffer_is_overwritten(ranks):
+    assert ranks(4, pause_with_one_half) != [True] * 4
+
+
+def miss_a_peer(context: RankContext, how: str) -> tuple[str, float]:
+    """Rank 2 stalls, leaves or runs another step; what the others say, and after how long."""
+    group = linked(context, SHORT_S)
+    assert group.links is not None
+    start_s, said = time.monotonic(), ""
+    if context.rank == 2 and how == "leaves":
+        group.links.close()
+    elif not (context.rank == 2 and how == "stalls"):
+        width = 9 if context.rank == 2 else 4
+        try:
+            group.all_gather(torch.zeros(width))
+        except PeerError as error:
+            said = str(error)
+    waited_s = time.monotonic() - start_s
+    group_of(context).all_gather(torch.zeros(1))
+    group.links.close()
+    return said, waited_s
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("stalls", "rank 2 sent nothing to rank"),
+        ("leaves", "rank 2 has gone"),
+        ("differs", "rank 2 sent 36 bytes"),
+    ],
+)
+def test_a_missing_peer_is_named_in_time(ranks, how, message):
+    results = ranks(3, miss_a_peer, how)
+    for said, waited_s in results[:2]:
+        assert message in said
+        assert waited_s < 10 * SHORT_S
+
+
+def refuse_to_listen(context: RankContext) -> tuple[str, str, str]:
+    """Rank 1 has no shared files; every rank must come to the same end."""
+    memfd_create = shared_memory.os.memfd_create
+    if context.rank == 1:
+        del shared_memory.os.memfd_create
+    try:
+        found = open_transport(group_of(context), "auto")
+        try:
+            open_transport(group_of(context), "symmetric")
+        except ValueError as error:
+            return found.name, found.reason, str(error)
+    finally:
+        shared_memory.os.memfd_create = memfd_create
+    return found.name, found.reason, ""
+
+
+def test_where_it_cannot_be_auto_says_why_and_symmetric_is_refused(ranks):
+    for name, reason, error in ranks(3, refuse_to_listen):
+        assert name == "collective"
+        assert "rank 1 cannot listen: this system has no anonymous shared files" in reason
+        assert "dispatcher (symmetric) must be collective or auto here: rank 1" in error
+
+
+def choose(context: RankContext) -> list[tuple[str, str, bool]]:
+    found = [open_transport(group_of(context), wanted) for wanted in ("auto", "collective", "symmetric")]
+    return [(t.name, t.reason, t.group.links is not None) for t in found]
+
+
+def test_the_choice_and_its_reason(ranks):
+    for found in ranks(2, choose):
+        assert found == [
+            ("symmetric", "all ranks share a host's memory", True),
+            ("collective", "asked for", False),
+            ("symmetric", "asked for", True),
+        ]
+    assert open_transport(RankGroup(), "symmetric").reason == "one rank: nothing travels"
