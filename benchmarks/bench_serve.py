@@ -32,11 +32,13 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--port", type=int, default=8017)
     parser.add_argument("--num-tokens", type=int, default=200)
+    parser.add_argument("--dispatcher", default="auto")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     url = f"http://127.0.0.1:{options.port}"
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(options.ranks)]
     command = [sys.executable, *launcher, "-m", "moe_runtime.serve", "--port", str(options.port)]
+    command += ["--dispatcher", options.dispatcher]
     start_s = time.monotonic()
     server = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
     try:
