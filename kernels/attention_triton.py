@@ -45,6 +45,7 @@ __all__ = [
     "attend_decode",
     "attend_decode_reference",
     "decode_workspace",
+    "decode_workspace_bytes",
 ]
 
 
@@ -94,12 +95,19 @@ def decode_workspace(
         max_context: Longest context, the new key included. A graph captured with this workspace launches a program
             for each of its chunks; those past a row's context do nothing. A longer row gets NaN.
     """
-    num_chunks = -(-max_context // tree.chunk_keys)
+    num_chunks = max(1, -(-max_context // tree.chunk_keys))
     shape = (num_rows, num_query_heads, num_chunks)
     return (
         torch.empty(*shape, head_dim, dtype=torch.float32, device=device),
         torch.empty(*shape, 2, dtype=torch.float32, device=device),
     )
+
+
+def decode_workspace_bytes(
+    num_rows: int, num_query_heads: int, head_dim: int, max_context: int, tree: AttentionTree = TREE
+) -> int:
+    """Bytes of ``decode_workspace``."""
+    return num_rows * num_query_heads * max(1, -(-max_context // tree.chunk_keys)) * (head_dim + 2) * 4
 
 
 def attend_decode(
@@ -151,6 +159,10 @@ def attend_decode(
         raise ValueError(f"schedule ({schedule}) must not be split and flat")
     if schedule.split and workspace is None:
         raise ValueError("workspace (None) must be given for a split schedule")
+    if schedule.split and workspace is not None and workspace[0].shape[0] < num_rows:
+        raise ValueError(
+            f"workspace has {workspace[0].shape[0]} rows; must have {num_rows} for a split schedule"
+        )
     if num_rows == 0:
         return
     partial_o, partial_ml = workspace if schedule.split and workspace is not None else (out, out)

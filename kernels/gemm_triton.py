@@ -95,9 +95,11 @@ def default_gemm_schedule(m: int, n: int, k: int, parts: int = 1) -> GemmSchedul
         large = n >= 32768
         # Row-parallel layers follow attention, under which their first weights can arrive.
         early_k = min(512 if m == 1 else 256, widest_k) if parts > 1 and m <= 32 else 0
+        tall = large and m > 64  # 128 weight rows by 128 tokens
         schedule = GemmSchedule(
-            tile_rows=tile_rows, tile_columns=64, tile_k=min(128, widest_k), num_warps=4,
-            num_stages=5 if tile_rows <= 32 and not large and parts == 1 else 4,
+            tile_rows=tile_rows // 2 if parts > 1 and m > 32 else tile_rows,
+            tile_columns=128 if tall else 64, tile_k=min(64 if tall else 128, widest_k), num_warps=8 if tall else 4,
+            num_stages=3 if large and 32 < m <= 64 else 5 if tile_rows <= 32 and not large and parts == 1 else 4,
             swap=True, early_k=early_k, tma=large and not early_k,
         )  # fmt: skip
     elif m <= 192 or (m <= 256 and parts > 1):
@@ -107,10 +109,12 @@ def default_gemm_schedule(m: int, n: int, k: int, parts: int = 1) -> GemmSchedul
             num_stages=5 if low else 6, swap=False, tma=True,
         )  # fmt: skip
     else:
-        wide = m >= 1024 and n >= 4096 and parts == 1
+        wide = m >= 2048 and n >= 4096 and parts == 1
+        few = 256 < m < 1024 and parts == 1
         schedule = GemmSchedule(
-            tile_rows=128, tile_columns=256 if wide else 128, tile_k=min(64, widest_k), num_warps=8,
-            num_stages=3 if wide else 5 if m <= 256 else 4, swap=False, tma=True,
+            tile_rows=128, tile_columns=256 if wide else 128, tile_k=min(64, widest_k),
+            num_warps=4 if 1024 <= m < 2048 and parts == 1 else 8,
+            num_stages=3 if wide or few else 5 if m <= 256 else 4, swap=False, tma=True,
         )  # fmt: skip
     return schedule if not schedule.tma or _fits_tma(schedule, k, parts) else replace(schedule, tma=False)
 

@@ -211,8 +211,8 @@ class DenseOp(AuditOp):
 
     def vendor_candidates(self, max_rows: int) -> tuple[VendorGemm, ...]:
         """The vendor's GEMM at each row count, on a GPU."""
-        if self.dtype == torch.float32 or self.name != "dense":
-            return ()
+        if self.dtype == torch.float32 or self.name != "dense" or self.parts > 1:
+            return ()  # the engine's row-parallel layers never run it: it would round or write the parts
         most = min(max_rows, 128 if self.n >= WIDE_COLUMNS else max_rows)
         return tuple(VendorGemm(rows=m, float32_out=self.float32_out) for m in VENDOR_ROWS if m <= most)
 

@@ -79,7 +79,12 @@ def default_router_schedule(m: int, hidden: int) -> RouterSchedule:
     if m > 256:
         tile_k = min(64, max(16, part // 2))
         return RouterSchedule(
-            sliced=False, tile_rows=32, tile_experts=128, tile_k=tile_k, num_warps=8, num_stages=4
+            sliced=False,
+            tile_rows=32 if m <= 4096 else 64,
+            tile_experts=128,
+            tile_k=tile_k,
+            num_warps=8,
+            num_stages=4,
         )
     tile_k = min(256, max(16, part))
     return RouterSchedule(

@@ -5,9 +5,9 @@ Symbols: M rows, E logical experts, K experts per token, pair = token * K + slot
 Numerics: ranks are exact. A row is ranked by (logit descending, id ascending), NaN first, the two zeros equal, through
 one int64 key. Weights are fp32, with p(e) = exp(logit(e) - largest logit): renormalised, p over the sum of the chosen
 p in slot order; else p over the sum of p of all experts, added as int64 multiples of 2^-40, so that neither tile nor
-warps enter. Sigmoid scores (``SigmoidScores``) rank by score plus bias; their weights are the scores, over their sum in
-slot order if renormalised, scaled once. Every schedule gives the same bits. Row order and slot tables are integers,
-pure functions of the ids.
+warps enter. With sigmoid scores (expert_ranks_triton.py) the weights are the scores, over their sum in slot order (plus
+1e-20) if renormalised, scaled once. Every schedule gives the same bits. Row order and slot tables are integers, pure
+functions of the ids.
 """
 
 from __future__ import annotations
@@ -19,6 +19,13 @@ import torch
 import triton
 import triton.language as tl
 
+from moe_runtime.kernels.expert_ranks_triton import (
+    SigmoidScores,
+    keep_groups,
+    key_value,
+    rank_key,
+    sigmoid_topk_reference,
+)
 from moe_runtime.kernels.triton_launch import launch_options, tensors_cost, wait_for_previous
 
 __all__ = [
@@ -26,7 +33,6 @@ __all__ = [
     "TOPK_SCHEDULES",
     "ExpertOrder",
     "ExpertTiles",
-    "SigmoidScores",
     "TopkSchedule",
     "default_topk_schedule",
     "expert_order",
@@ -58,40 +64,6 @@ TOPK_SCHEDULES = (
     TopkSchedule(row_tile=4, num_warps=4),
     TopkSchedule(row_tile=16, num_warps=8),
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SigmoidScores:
-    """The router of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2): p(e) = 1 / (1 + exp(-logit(e))) in fp32.
-
-    Experts rank by p + bias. Of ``num_groups`` groups of consecutive experts only the ``num_kept_groups`` with the
-    largest sum of their two best p + bias can be chosen from, the lower group on ties.
-
-    Attributes:
-        bias: ``[E]`` float32, or None for none; takes part in the choice alone.
-        num_groups: A power of two that divides E; more than one needs E to be a power of two.
-        num_kept_groups: They must hold at least K experts.
-        scale: Factor of the weights, last.
-    """
-
-    bias: torch.Tensor | None = None
-    num_groups: int = 1
-    num_kept_groups: int = 1
-    scale: float = 1.0
-
-    def check(self, num_experts: int, num_topk: int) -> None:
-        """Raise ``ValueError`` for groups that do not fit E and K."""
-        groups = self.num_groups
-        if groups < 1 or groups & (groups - 1) or (groups > 1 and num_experts & (num_experts - 1)):
-            raise ValueError(f"num_groups ({groups}) and num_experts ({num_experts}) must be powers of two")
-        if groups > num_experts // 2 and groups > 1:
-            raise ValueError(f"num_groups ({groups}) must leave two experts a group of {num_experts}")
-        if not 1 <= self.num_kept_groups <= groups or (
-            self.num_kept_groups * (num_experts // groups) < num_topk
-        ):
-            raise ValueError(
-                f"num_kept_groups ({self.num_kept_groups}) of {groups} must hold num_topk ({num_topk}) experts"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,30 +178,12 @@ def topk_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """ids ``[M, K]`` int32 and weights ``[M, K]`` float32 by torch, same ranks, weights within fp32 rounding."""
     if sigmoid is not None:
-        return _sigmoid_reference(logits, num_topk, norm_topk_prob, sigmoid)
+        return sigmoid_topk_reference(logits, num_topk, norm_topk_prob, sigmoid)
     ids = torch.sort(logits + 0.0, dim=-1, descending=True, stable=True).indices[:, :num_topk]
     chosen = torch.softmax(logits, -1).gather(1, ids)
     if norm_topk_prob:
         chosen = chosen / chosen.sum(-1, keepdim=True)
     return ids.int(), chosen
-
-
-def _sigmoid_reference(
-    logits: torch.Tensor, num_topk: int, norm_topk_prob: bool, scores: SigmoidScores
-) -> tuple[torch.Tensor, torch.Tensor]:
-    p = torch.sigmoid(logits)
-    ranked = p if scores.bias is None else p + scores.bias
-    if scores.num_groups > 1:
-        grouped = ranked.view(len(p), scores.num_groups, -1)
-        best = grouped.topk(2, dim=2).values.sum(2)
-        kept = torch.sort(best, dim=1, descending=True, stable=True).indices[:, : scores.num_kept_groups]
-        allowed = torch.zeros_like(best, dtype=torch.bool).scatter(1, kept, value=True)
-        ranked = grouped.masked_fill(~allowed[:, :, None], -torch.inf).view_as(p)
-    ids = torch.sort(ranked, dim=-1, descending=True, stable=True).indices[:, :num_topk]
-    chosen = p.gather(1, ids)
-    if norm_topk_prob:
-        chosen = chosen / chosen.sum(-1, keepdim=True)
-    return ids.int(), chosen * scores.scale
 
 
 def max_expert_tiles(num_pairs: int, num_experts: int, tile_rows: int) -> int:
@@ -317,41 +271,6 @@ def _topk_metadata(grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, An
     return {"name": f"topk_{num_rows}x{num_experts}_{num_topk}", "flops32": flops, "bytes": num_bytes}
 
 
-@triton.jit
-def _rank_key(x, index):  # type: ignore[no-untyped-def]
-    """int64 that grows with x (NaN above all, the two zeros equal), then with a lower index of 16 bits."""
-    x = tl.where(x == 0.0, 0.0, x)
-    bits = x.to(tl.int32, bitcast=True)
-    bits = tl.where(x == x, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
-    return (bits.to(tl.int64) << 16) | (0xFFFF - index).to(tl.int64)
-
-
-@triton.jit
-def _key_value(key):  # type: ignore[no-untyped-def]
-    """The x of a key."""
-    bits = (key >> 16).to(tl.int32)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _keep_groups(  # type: ignore[no-untyped-def]
-    key, LOWEST: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr
-):
-    """Keys [ROWS, E] of the experts outside the KEPT best groups become LOWEST."""
-    rows: tl.constexpr = key.shape[0]
-    grouped = tl.reshape(key, (rows, GROUPS, key.shape[1] // GROUPS))
-    best = tl.max(grouped, 2)
-    second = tl.max(tl.where(grouped == best[:, :, None], LOWEST, grouped), 2)
-    g = tl.arange(0, GROUPS)[None, :]
-    group_key = _rank_key(_key_value(best) + _key_value(second), g)
-    kept = tl.zeros((rows, GROUPS), tl.int32)
-    for _ in tl.static_range(KEPT):
-        hit = group_key == tl.max(group_key, 1)[:, None]
-        kept = tl.where(hit, 1, kept)
-        group_key = tl.where(hit, LOWEST, group_key)
-    return tl.reshape(tl.where(kept[:, :, None] > 0, grouped, LOWEST), (rows, key.shape[1]))
-
-
 @triton.jit(do_not_specialize=["num_rows", "capacity"], launch_metadata=_topk_metadata)
 def _topk(  # type: ignore[no-untyped-def]
     logits, num_tokens, ids, weights, slot_table, bias, num_rows, capacity,
@@ -367,14 +286,14 @@ def _topk(  # type: ignore[no-untyped-def]
     live = r < tl.minimum(num_rows, tl.load(num_tokens))
     x = tl.load(logits + r[:, None] * E + e[None, :], mask=live[:, None] & (e[None, :] < E), other=0.0)
     if SIGMOID:
-        x = 1.0 / (1.0 + tl.exp(-x))
-    ranked = x
+        score = 1.0 / (1.0 + tl.exp(-x))
+    ranked = score if SIGMOID and GROUPS > 1 else x
     if BIAS:
-        ranked = x + tl.load(bias + e, mask=e < E, other=0.0)[None, :]
+        ranked = score + tl.load(bias + e, mask=e < E, other=0.0)[None, :]
     lowest: tl.constexpr = -9223372036854775807
-    key = tl.where(e[None, :] < E, _rank_key(ranked, e[None, :]), lowest)
+    key = tl.where(e[None, :] < E, rank_key(ranked, e[None, :]), lowest)
     if GROUPS > 1:
-        key = _keep_groups(key, lowest, GROUPS, KEPT)
+        key = keep_groups(key, lowest, GROUPS, KEPT)
     slots = tl.full((ROWS, EP), -1, tl.int32)
     chosen = tl.zeros((ROWS, KP), tl.int32)
     p = tl.zeros((ROWS, KP), tl.float32)
@@ -386,9 +305,9 @@ def _topk(  # type: ignore[no-untyped-def]
         key = tl.where(hit, lowest, key)
         slots = tl.where(hit, s, slots)
         if SIGMOID:
-            share = tl.sum(tl.where(hit, x, 0.0), 1)  # one of them and zeros: no order
+            share = tl.sum(tl.where(hit, score, 0.0), 1)  # one of them and zeros: no order
         else:
-            value = _key_value(best)
+            value = key_value(best)
             if s == 0:
                 largest = value
             share = tl.exp(value - largest)

@@ -52,7 +52,7 @@ k=tests/kernels
 case $part in
 memcheck | all)
     check memcheck $k/test_tokens_triton.py $k/test_triton_launch.py $k/test_expert_tile_triton.py
-    check memcheck $k/test_topk_triton.py -k "order or tiles or inert or zero or cpu_op"
+    check memcheck $k/test_topk_triton.py -k "order or tiles or inert or zero or cpu_op or sigmoid"
     check memcheck $k/test_norm_triton.py -k "reference or alone or inert"
     check memcheck $k/test_rope_write_triton.py -k "reference or alone or inert"
     check memcheck $k/test_gemm_triton.py -k "reference or alone"
@@ -67,7 +67,7 @@ esac
 case $part in
 racecheck | all)
     check racecheck $k/test_tokens_triton.py
-    check racecheck $k/test_topk_triton.py -k "order or tiles or inert or zero or cpu_op"
+    check racecheck $k/test_topk_triton.py -k "order or tiles or inert or zero or cpu_op or sigmoid"
     check racecheck $k/test_norm_triton.py -k "reference or alone or inert"
     check racecheck $k/test_rope_write_triton.py -k "reference or alone or inert"
     check racecheck $k/test_softmax_triton.py -k "reference or alone"

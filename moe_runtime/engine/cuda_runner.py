@@ -80,9 +80,6 @@ class CudaRunner(Runner):
         self._token_ids = torch.zeros(MAX_DECODE_ROWS, dtype=torch.int32, device=self.device)
         self.logits = torch.zeros(LOGITS_ROWS, config.vocab_size, dtype=torch.float32, device=self.device)
         self.chosen = torch.zeros(LOGITS_ROWS, dtype=torch.int32, device=self.device)
-        self._num_multiprocessors = 132
-        if self.device.type == "cuda":
-            self._num_multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
         self.graphs = DecodeGraphs(self._launch_decode) if use_graphs and self.device.type == "cuda" else None
 
     def capture_graphs(self, on_progress: Callable[[int, int], None] | None = None) -> None:
@@ -136,8 +133,7 @@ class CudaRunner(Runner):
 
     def _attention_variant(self, longest: int, bucket: int) -> str:
         """Chunks in programs of their own where contexts are long and rows alone would not fill the GPU."""
-        fills = bucket * self.decoder.config.num_kv_heads > self._num_multiprocessors
-        return "serial" if longest <= TREE.chunk_keys or fills else "split"
+        return "serial" if longest <= TREE.chunk_keys or bucket > self.decoder.max_split_rows else "split"
 
     def _prepare_graph(self, bucket: int, variant: str) -> None:
         """Capture a graph that is not there yet, on inert inputs; the step's own are uploaded afterwards."""

@@ -64,6 +64,14 @@ def gpu_num_blocks(plan: ModelPlan, config: EngineConfig) -> int:
         + model.num_experts_per_tok * (model.moe_intermediate_size + model.hidden_size)
     )
     buffer_bytes = config.max_num_batched_tokens * row_items * item_bytes + 3 * 256 * model.vocab_size * 4
+    # Both need Triton, which CPU machines may lack.
+    from moe_runtime.kernels.attention_triton import decode_workspace_bytes
+    from moe_runtime.layers.cuda_decoder import max_split_rows
+
+    split_rows = max_split_rows(model, plan.device)
+    buffer_bytes += decode_workspace_bytes(
+        split_rows, model.num_attention_heads, model.head_dim, plan.max_model_len
+    )
     room_bytes = int(free_bytes * config.gpu_memory_utilization)
     room_bytes -= num_weights * item_bytes + buffer_bytes + GPU_RESERVE_BYTES
     per_sequence = -(-plan.max_model_len // BLOCK_SIZE)

@@ -39,6 +39,7 @@ __all__ = [
     "MixedInput",
     "RowTiles",
     "check_supported",
+    "max_split_rows",
 ]
 
 MAX_DECODE_ROWS = MAX_CAPACITY
@@ -84,10 +85,19 @@ def check_supported(config: ModelConfig) -> None:
     check_heads(config.num_attention_heads, config.num_kv_heads, config.head_dim, None)
 
 
+def max_split_rows(config: ModelConfig, device: torch.device) -> int:
+    """Most rows of a decode step whose attention runs a program per chunk: more fill the GPU by themselves."""
+    num_multiprocessors = 132
+    if device.type == "cuda":
+        num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    return min(MAX_DECODE_ROWS, max(1, num_multiprocessors // config.num_kv_heads))
+
+
 class CudaDecoder:
     """A model on one GPU.
 
     Attributes:
+        max_split_rows: See the function of that name; ``workspace`` is for as many.
         pdl: Launch kernels dependent on the one before; a schedule.
         schedules: Decides the schedule of every launch.
 
@@ -134,13 +144,16 @@ class CudaDecoder:
         norms = [layer.input_norm for layer in self.layers[1:]]
         self.next_norms = [*norms, load("final_norm").float()]
         self.buffers = _Buffers(config, max(max_rows, MAX_DECODE_ROWS), dtype, device)
+        self.max_split_rows = max_split_rows(config, device)
         self.workspace = decode_workspace(
-            MAX_DECODE_ROWS, config.num_attention_heads, config.head_dim, max_model_len, device
+            self.max_split_rows, config.num_attention_heads, config.head_dim, max_model_len, device
         )
 
     def reserve_rows(self, max_rows: int) -> None:
-        """Make room for steps of ``max_rows`` tokens; graphs captured before hold buffers that are no longer used."""
-        if self.buffers.max_rows < max_rows:
+        """Have room for steps of ``max_rows`` tokens and no more; graphs captured before are of no use then."""
+        max_rows = max(max_rows, MAX_DECODE_ROWS)
+        if self.buffers.max_rows != max_rows:
+            del self.buffers  # its memory makes room for the next ones
             self.buffers = _Buffers(self.config, max_rows, self.dtype, self.device)
 
     def decode(

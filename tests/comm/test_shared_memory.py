@@ -11,7 +11,6 @@ import torch
 from moe_runtime.comm import shared_memory
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.shared_memory import connect_shared_memory
-from moe_runtime.comm.transports import open_transport
 from moe_runtime.errors import PeerError
 from tests.bits import assert_bits_equal
 from tests.ranks import RankContext
@@ -155,41 +154,3 @@ def test_a_missing_peer_is_named_in_time(ranks, how, message):
     for said, waited_s in results[:2]:
         assert message in said
         assert waited_s < 10 * SHORT_S
-
-
-def refuse_to_listen(context: RankContext) -> tuple[str, str, str]:
-    """Rank 1 has no shared files; every rank must come to the same end."""
-    memfd_create = shared_memory.os.memfd_create
-    if context.rank == 1:
-        del shared_memory.os.memfd_create
-    try:
-        found = open_transport(group_of(context), "auto")
-        try:
-            open_transport(group_of(context), "symmetric")
-        except ValueError as error:
-            return found.name, found.reason, str(error)
-    finally:
-        shared_memory.os.memfd_create = memfd_create
-    return found.name, found.reason, ""
-
-
-def test_where_it_cannot_be_auto_says_why_and_symmetric_is_refused(ranks):
-    for name, reason, error in ranks(3, refuse_to_listen):
-        assert name == "collective"
-        assert "rank 1 cannot listen: this system has no anonymous shared files" in reason
-        assert "dispatcher (symmetric) must be collective or auto here: rank 1" in error
-
-
-def choose(context: RankContext) -> list[tuple[str, str, bool]]:
-    found = [open_transport(group_of(context), wanted) for wanted in ("auto", "collective", "symmetric")]
-    return [(t.name, t.reason, t.group.links is not None) for t in found]
-
-
-def test_the_choice_and_its_reason(ranks):
-    for found in ranks(2, choose):
-        assert found == [
-            ("symmetric", "all ranks share a host's memory", True),
-            ("collective", "asked for", False),
-            ("symmetric", "asked for", True),
-        ]
-    assert open_transport(RankGroup(), "symmetric").reason == "one rank: nothing travels"

@@ -10,11 +10,11 @@ import torch
 from tests.bits import HOSTILE_KINDS, assert_bits_equal, hostile
 from tests.kernels.triton_interpreter import DEVICE
 
+from moe_runtime.kernels.expert_ranks_triton import SigmoidScores  # isort: skip
 from moe_runtime.kernels.router import route  # isort: skip
 from moe_runtime.kernels.topk_triton import (  # isort: skip
     CANONICAL_TOPK,
     TOPK_SCHEDULES,
-    SigmoidScores,
     expert_order,
     expert_order_reference,
     expert_tiles,
@@ -110,6 +110,16 @@ def test_the_bias_of_sigmoid_scores_chooses_and_does_not_weigh():
     torch.testing.assert_close(weights, torch.sigmoid(torch.tensor([[-1.0, 2.0]])))
 
 
+def test_sigmoid_scores_without_bias_rank_by_the_logit():
+    logits = torch.tensor([[20.0, 30.0, 5.0, 25.0]])  # three of them have the score 1.0
+    for ids in (
+        run(logits, 2, True, sigmoid=SigmoidScores())[0],
+        topk_reference(logits, 2, True, SigmoidScores())[0],
+    ):
+        assert ids.tolist() == [[1, 3]]
+    assert run(torch.full((1, 16), -200.0), 2, True, sigmoid=SigmoidScores())[1].tolist() == [[0.0, 0.0]]
+
+
 def test_a_row_of_sigmoid_scores_that_are_not_finite_touches_no_other():
     logits = hostile("normal", (5, 16), seed=9)
     sigmoid = SigmoidScores(num_groups=4, num_kept_groups=2)
@@ -122,20 +132,6 @@ def test_a_row_of_sigmoid_scores_that_are_not_finite_touches_no_other():
         assert_bits_equal(dirty[1][row], clean[1][row])
     assert dirty[0][2, 0] == 3  # NaN ranks first, as in a softmax router
     assert dirty[1][2].isnan().all()
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"num_groups": 3},
-        {"num_groups": 16},
-        {"num_groups": 4, "num_kept_groups": 5},
-        {"num_groups": 8, "num_kept_groups": 1},
-    ],
-)
-def test_groups_that_do_not_fit_are_refused(wrong):
-    with pytest.raises(ValueError, match=r"num_\w*groups"):
-        run(torch.zeros(2, 16), 3, True, sigmoid=SigmoidScores(**wrong))
 
 
 @pytest.mark.parametrize("norm", NORM)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -41,6 +42,8 @@ def pretended_gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free_bytes, 2 * free_bytes))
+        properties = SimpleNamespace(multi_processor_count=132)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
 
     return pretend
 
@@ -108,6 +111,8 @@ def test_gpu_blocks_are_what_is_free_but_no_more_than_the_sequences_need(folder,
     pretended_gpu(4 << 30)
     few = gpu_num_blocks(plan, greedy)
     assert 8 <= few < 2**16 * 8
+    long = replace(plan, max_model_len=64 * plan.max_model_len)  # whose split attention keeps more results
+    assert gpu_num_blocks(long, greedy) < few
     pretended_gpu(5 << 30)
     assert gpu_num_blocks(plan, greedy) > few
     assert gpu_num_blocks(plan, replace(greedy, gpu_memory_utilization=0.85)) < gpu_num_blocks(plan, greedy)

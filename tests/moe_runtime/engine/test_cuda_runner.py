@@ -10,9 +10,10 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from moe_runtime.engine.cuda_runner import _SequenceSlots
+from moe_runtime.engine.cuda_runner import CudaRunner, _SequenceSlots
 from moe_runtime.engine.llm import LLM
 from moe_runtime.engine.request import SamplingParams
+from moe_runtime.errors import CapacityError
 from tests.gpu_engine import gpu_llm, write_gpu_checkpoint
 
 NUM_TOKENS = 3
@@ -134,6 +135,23 @@ def test_many_short_requests_after_another_keep_their_tokens(llm, reference):
     llm.reconfigure(**LIMITS)
     for _ in range(3):
         assert run(llm, [0, 1, 2]) == reference
+
+
+def test_limits_that_find_no_room_give_back_what_they_took(llm, reference, monkeypatch):
+    decoder = llm.model.decoder
+    limit = decoder.buffers.max_rows
+
+    def in_full_memory(runner, *arguments, **options):
+        if decoder.buffers.max_rows > limit:
+            raise torch.OutOfMemoryError("no room beside larger buffers")
+        make(runner, *arguments, **options)
+
+    make = CudaRunner.__init__
+    monkeypatch.setattr(CudaRunner, "__init__", in_full_memory)
+    with pytest.raises(CapacityError, match="lower gpu_memory_utilization"):
+        llm.reconfigure(max_num_batched_tokens=limit + 100)
+    assert decoder.buffers.max_rows == limit
+    assert run(llm, [0, 1, 2]) == reference
 
 
 def test_a_slot_stays_with_its_sequence_while_a_step_may_use_it():

@@ -135,10 +135,12 @@ def test_a_nan_in_one_row_stays_there(decoder):
     assert poisoned[1].isnan().all()
 
 
-def test_room_for_rows_grows_and_never_shrinks(decoder):
+def test_room_for_rows_is_what_was_asked_for_last(decoder):
     before = decoder.buffers
     decoder.reserve_rows(8)
     assert decoder.buffers is before
+    decoder.reserve_rows(MAX_DECODE_ROWS + 400)
+    assert decoder.buffers.max_rows == MAX_DECODE_ROWS + 400
     decoder.reserve_rows(MAX_DECODE_ROWS + 40)
     assert decoder.buffers.normed.shape[0] == decoder.buffers.max_rows == MAX_DECODE_ROWS + 40
     capacity = decoder.buffers.slot_table(17).shape
