@@ -13,7 +13,7 @@ from moe_runtime.comm.shared_memory import connect_shared_memory
 
 __all__ = ["DispatcherName", "Transport", "open_transport"]
 
-DispatcherName = Literal["auto", "collective", "symmetric"]
+DispatcherName = Literal["auto", "collective", "symmetric", "loopback"]
 
 EXCHANGE_TIMEOUT_S = 300.0
 """Of an exchange: a rank may be this much later than the others, in a step or while it captures or compiles."""
@@ -23,7 +23,7 @@ EXCHANGE_TIMEOUT_S = 300.0
 class Transport:
     """The resolved setting, the reason for it, and the group that uses it."""
 
-    name: Literal["collective", "symmetric"]
+    name: Literal["collective", "symmetric", "loopback"]
     reason: str
     group: RankGroup
 
@@ -36,12 +36,18 @@ def open_transport(
     Args:
         group: CPU ranks, joined through torch.distributed.
         wanted: ``collective``: torch.distributed; ``symmetric``: shared memory of one host; ``auto``: the second where
-            it can be, else the first.
+            it can be, else the first; ``loopback``: one process that plays several ranks.
         timeout_s: How long an exchange waits for a rank.
 
     Raises:
-        ValueError: ``symmetric`` cannot be here; names the reason.
+        ValueError: ``symmetric`` or ``loopback`` cannot be here; names the reason.
     """
+    if wanted == "loopback":
+        if group.size > 1:
+            raise ValueError(
+                f"dispatcher (loopback) must be another with {group.size} ranks: it plays them in one"
+            )
+        return Transport("loopback", "asked for", group)
     if group.size == 1:
         return Transport("collective", "one rank: nothing travels", group)
     if wanted == "collective":

@@ -29,7 +29,9 @@ class EngineConfig:
         audit_cache: Folder where ``moe-runtime audit`` keeps its results; by default moe-runtime in the user's cache
             folder.
         dispatcher: What moves rows between ranks: ``collective`` (torch.distributed), ``symmetric`` (shared memory of
-            one host), or ``auto``, the second where all ranks can; the same bits by each.
+            one host), or ``auto``, the second where all ranks can; ``loopback``: this one process plays
+            ``loopback_ranks`` ranks, on the CPU. The same bits by each.
+        loopback_ranks: Virtual ranks of the loopback dispatcher.
         invariance: ``topology``: a request's bits depend on nothing but the request, on any number of ranks.
             ``batch``: the same for one fixed deployment, which leaves room for cheaper reductions.
         seed: Seeds dummy weights, and the seeds given to requests that bring none; by default those are random.
@@ -46,12 +48,19 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     enforce_eager: bool = False
     audit_cache: str | None = None
-    dispatcher: Literal["auto", "collective", "symmetric"] = "auto"
+    dispatcher: Literal["auto", "collective", "symmetric", "loopback"] = "auto"
+    loopback_ranks: int = 8
     invariance: Literal["topology", "batch"] = "topology"
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_blocks"):
+        for name in (
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "kv_cache_blocks",
+            "loopback_ranks",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} ({value}) must be at least 1")

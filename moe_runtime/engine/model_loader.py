@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moe_runtime.comm.base import Dispatcher
 from moe_runtime.comm.collective import CollectiveDispatcher
 from moe_runtime.comm.groups import RankGroup
+from moe_runtime.comm.loopback import LoopbackDispatcher
 from moe_runtime.engine.config import EngineConfig
 from moe_runtime.engine.expert_weights import is_local, make_moe
 from moe_runtime.eplb.placement import ExpertPlacement, contiguous_placement
@@ -112,6 +114,8 @@ def plan_model(engine_config: EngineConfig, group: RankGroup | None = None) -> M
     dtype = config.dtype if engine_config.dtype == "auto" else engine_config.dtype
     device = _device(engine_config, group)
     if device.type == "cuda":
+        if engine_config.dispatcher == "loopback":
+            raise ValueError("dispatcher (loopback) is not implemented on the GPU yet; use device cpu")
         _check_gpu_model(config)
     with _open(model_dir, dtype, engine_config, tensor_specs(config), device) as source:
         identity = f"{source.fingerprint()} {dtype} {NUMERICS_VERSION} {_architecture(device)}"
@@ -156,7 +160,10 @@ def load_model(
     placement = placement or contiguous_placement(config.num_experts, group.size)
     specs = tensor_specs(config)
     wanted = [spec for spec in specs if is_local(spec, placement, group.rank)]
-    dispatcher = CollectiveDispatcher(group, placement.first_expert, config.num_experts_per_tok)
+    dispatcher: Dispatcher = CollectiveDispatcher(group, placement.first_expert, config.num_experts_per_tok)
+    if engine_config.dispatcher == "loopback":
+        virtual = contiguous_placement(config.num_experts, engine_config.loopback_ranks)
+        dispatcher = LoopbackDispatcher(virtual.first_expert, config.num_experts_per_tok)
     with _open(plan.model_dir, plan.dtype, engine_config, specs, plan.device) as source:
         weights = _WeightReader(source, wanted, on_progress)
 

@@ -9,6 +9,7 @@ import torch
 
 from moe_runtime.comm.collective import CollectiveDispatcher
 from moe_runtime.comm.groups import RankGroup
+from moe_runtime.comm.transports import DispatcherName, open_transport
 from moe_runtime.eplb.placement import ExpertPlacement, contiguous_placement
 from moe_runtime.kernels.combine import combine_slots_fp32
 from moe_runtime.kernels.gemm import pack_weight
@@ -61,10 +62,13 @@ class Case:
         )
 
 
-def run_cases(context: RankContext, cases: list[Case]) -> list[tuple[torch.Tensor, int]]:
+def run_cases(
+    context: RankContext, cases: list[Case], transport: DispatcherName = "collective"
+) -> list[tuple[torch.Tensor, int]]:
     """This rank's accumulators and number of computed rows, per case."""
     rank, size = context.rank, context.world_size
     group = RankGroup(rank=rank, size=size, process_group=context.process_group)
+    group = open_transport(group, transport).group
     results = []
     for case in cases:
         placement = case.placement
@@ -95,8 +99,8 @@ def oracle_rows(case: Case) -> torch.Tensor:
     return rows
 
 
-def check(ranks, world_size: int, cases: list[Case]) -> None:
-    results = ranks(world_size, run_cases, cases)
+def check(ranks, world_size: int, cases: list[Case], transport: DispatcherName = "collective") -> None:
+    results = ranks(world_size, run_cases, cases, transport)
     for i, case in enumerate(cases):
         actual = torch.cat([results[rank][i][0] for rank in range(world_size)])
         assert_bits_equal(actual, combine_slots_fp32(oracle_rows(case)), f"{case}")
@@ -108,8 +112,9 @@ def spread(world_size: int, *counts: int) -> tuple[int, ...]:
     return tuple(counts[rank % len(counts)] for rank in range(world_size))
 
 
+@pytest.mark.parametrize("transport", ["collective", "symmetric"])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_accumulators_are_those_of_one_process(ranks, world_size):
+def test_accumulators_are_those_of_one_process(ranks, world_size, transport):
     some = spread(world_size, 3, 0, 7, 1)
     even = spread(world_size, 5)
     last = (0,) * (world_size - 1) + (9,)
@@ -129,7 +134,7 @@ def test_accumulators_are_those_of_one_process(ranks, world_size):
         Case(some, "heavy_tailed", num_experts=17, num_topk=8),
         Case(some, num_experts=60, num_topk=8),
     ]
-    check(ranks, world_size, cases)
+    check(ranks, world_size, cases, transport)
 
 
 def test_control_other_orders_of_addition_show_on_eight_ranks(ranks):
