@@ -11,6 +11,9 @@ peer rang that one after it had copied the rows of exchange n out. So two halves
 anything. A file that is outgrown is replaced by a new one, which the doorbell carries; the peer keeps its map of the
 old one until it has read it.
 
+A peer may be late because it works. Every rank has a pulse, a shared counter that a thread of its own advances; a peer
+whose pulse stands still has stalled, and one that has gone has closed its socket. Both end the wait and are named.
+
 Numerics: bits are moved, nothing is added.
 """
 
@@ -21,6 +24,8 @@ import os
 import socket
 import struct
 import tempfile
+import threading
+import time
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
@@ -39,6 +44,8 @@ __all__ = ["SharedMemoryLinks", "connect_shared_memory"]
 
 CONNECT_TIMEOUT_S = 30.0
 FIRST_CAPACITY = 1 << 16  # bytes of a half
+PULSE_S = 0.25
+STALLED_AFTER_S = 8.0
 _DOORBELL = struct.Struct("<QQQ")  # exchange, bytes of rows, bytes of a half
 _HELLO = struct.Struct("<I")
 
@@ -79,6 +86,28 @@ class _Inbox:
         return self._memory[first : first + num_bytes]
 
 
+class _Pulse:
+    """This rank's counter, advanced while the process runs."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create("moe-runtime pulse", os.MFD_CLOEXEC)
+        os.ftruncate(self.descriptor, 8)
+        self._count = _map_pulse(self.descriptor)
+        self._ended = threading.Event()
+        threading.Thread(target=self._beat, name="pulse", daemon=True).start()
+
+    def close(self) -> None:
+        self._ended.set()
+
+    def _beat(self) -> None:
+        while not self._ended.wait(PULSE_S):
+            self._count += 1
+
+
+def _map_pulse(descriptor: int) -> NDArray[np.uint64]:
+    return np.frombuffer(mmap.mmap(descriptor, 8), dtype=np.uint64)
+
+
 def _map(descriptor: int, capacity: int) -> NDArray[np.uint8]:
     """Both halves; the array keeps the mapping."""
     return np.frombuffer(mmap.mmap(descriptor, 2 * capacity), dtype=np.uint8)
@@ -90,19 +119,33 @@ class SharedMemoryLinks:
     Args:
         rank: Own rank.
         sockets: A connected socket per rank, None for the own one.
-        timeout_s: How long an exchange waits for a peer.
+        pulses: The peers' counters, in the same places.
+        pulse: The own one.
+        timeout_s: How long an exchange waits for a peer that works.
+        stalled_after_s: How long for one whose pulse stands still.
     """
 
-    def __init__(self, rank: int, sockets: Sequence[socket.socket | None], timeout_s: float) -> None:
+    def __init__(
+        self,
+        rank: int,
+        sockets: Sequence[socket.socket | None],
+        pulses: Sequence[NDArray[np.uint64] | None],
+        pulse: _Pulse,
+        timeout_s: float,
+        stalled_after_s: float = STALLED_AFTER_S,
+    ) -> None:
         self.rank = rank
         self.timeout_s = timeout_s
+        self.stalled_after_s = stalled_after_s
         self._sockets = list(sockets)
+        self._pulses = list(pulses)
+        self._pulse = pulse
         self._outboxes = [_Outbox() for _ in sockets]
         self._inboxes = [_Inbox() for _ in sockets]
         self._num_exchanges = 0
         for peer in self._sockets:
             if peer is not None:
-                peer.settimeout(timeout_s)
+                peer.settimeout(2 * PULSE_S)
 
     @property
     def num_buffer_bytes(self) -> int:
@@ -115,7 +158,8 @@ class SharedMemoryLinks:
         """See ``RankGroup.exchange``.
 
         Raises:
-            PeerError: a peer has gone, is later than ``timeout_s``, or runs another step; the links are of no use then.
+            PeerError: a peer has gone, has stalled, is later than ``timeout_s``, or runs another step; the links are of
+                no use then.
         """
         size = len(self._sockets)
         recv = send.new_empty((sum(recv_splits), *send.shape[1:]))
@@ -139,6 +183,7 @@ class SharedMemoryLinks:
 
     def close(self) -> None:
         """Close the sockets; peers that still wait are told at once."""
+        self._pulse.close()
         for peer in self._sockets:
             if peer is not None:
                 peer.close()
@@ -155,9 +200,7 @@ class SharedMemoryLinks:
             else:
                 socket.send_fds(link, [message], [descriptor])
         except TimeoutError:
-            raise PeerError(
-                f"rank {peer} did not take rows of rank {self.rank} in {self.timeout_s:g} s"
-            ) from None
+            raise PeerError(f"rank {peer} does not take the rows of rank {self.rank}") from None
         except OSError as error:
             raise PeerError(f"rank {peer} has gone: {error.strerror}") from error
         finally:
@@ -167,14 +210,7 @@ class SharedMemoryLinks:
     def _receive(self, peer: int, number: int, rows: NDArray[np.uint8]) -> None:
         link, inbox = self._sockets[peer], self._inboxes[peer]
         assert link is not None, "no rank receives from itself"
-        try:
-            message, descriptors, _, _ = socket.recv_fds(link, _DOORBELL.size, 1)
-        except TimeoutError:
-            raise PeerError(
-                f"rank {peer} sent nothing to rank {self.rank} in {self.timeout_s:g} s: it has stalled"
-            ) from None
-        except OSError as error:
-            raise PeerError(f"rank {peer} has gone: {error.strerror}") from error
+        message, descriptors = self._wait(peer, link)
         if not message:
             raise PeerError(f"rank {peer} has gone: it closed its link to rank {self.rank}")
         theirs, num_bytes, capacity = _DOORBELL.unpack(message)
@@ -188,13 +224,37 @@ class SharedMemoryLinks:
             )
         rows[:] = inbox.rows(number, num_bytes, capacity)
 
+    def _wait(self, peer: int, link: socket.socket) -> tuple[bytes, list[int]]:
+        """The peer's next doorbell, and a new file if it brings one."""
+        pulse = self._pulses[peer]
+        assert pulse is not None, "a peer has one"
+        start_s = beat_s = time.monotonic()
+        count = int(pulse[0])
+        while True:
+            try:
+                message, descriptors, _, _ = socket.recv_fds(link, _DOORBELL.size, 1)
+            except TimeoutError:
+                now_s = time.monotonic()
+            except OSError as error:
+                raise PeerError(f"rank {peer} has gone: {error.strerror}") from error
+            else:
+                return message, descriptors
+            if int(pulse[0]) != count:
+                beat_s, count = now_s, int(pulse[0])
+            if now_s - beat_s >= self.stalled_after_s:
+                raise PeerError(f"rank {peer} has stalled: no sign of life in {now_s - beat_s:.1f} s")
+            if now_s - start_s >= self.timeout_s:
+                raise PeerError(f"rank {peer} sent nothing to rank {self.rank} in {self.timeout_s:g} s")
 
-def connect_shared_memory(group: RankGroup, timeout_s: float) -> SharedMemoryLinks | str:
+
+def connect_shared_memory(
+    group: RankGroup, timeout_s: float, stalled_after_s: float = STALLED_AFTER_S
+) -> SharedMemoryLinks | str:
     """Connect all ranks of a group, or say why that cannot be; a collective, with one outcome on every rank.
 
     Args:
         group: Ranks that can already talk.
-        timeout_s: For exchanges.
+        timeout_s, stalled_after_s: For exchanges.
 
     Returns:
         The links, or the lowest failing rank's reason.
@@ -218,9 +278,10 @@ def connect_shared_memory(group: RankGroup, timeout_s: float) -> SharedMemoryLin
             reason = "the ranks are on several hosts"
         elif all(addresses) and listener is not None:
             try:
-                links = SharedMemoryLinks(
-                    group.rank, _connect_all(group.rank, listener, addresses), timeout_s
-                )
+                pulse = _Pulse()
+                sockets, pulses = _connect_all(group.rank, listener, addresses, pulse.descriptor)
+                os.close(pulse.descriptor)
+                links = SharedMemoryLinks(group.rank, sockets, pulses, pulse, timeout_s, stalled_after_s)
             except OSError as error:
                 reason = f"rank {group.rank} cannot reach the others: {error.strerror or error}"
         reasons = [data.decode() for data in group.all_gather_bytes(reason.encode())]
@@ -234,22 +295,39 @@ def connect_shared_memory(group: RankGroup, timeout_s: float) -> SharedMemoryLin
     return failed
 
 
-def _connect_all(rank: int, listener: socket.socket, addresses: Sequence[str]) -> list[socket.socket | None]:
-    """Connect to lower ranks, accept higher ones."""
+def _connect_all(
+    rank: int, listener: socket.socket, addresses: Sequence[str], pulse: int
+) -> tuple[list[socket.socket | None], list[NDArray[np.uint64] | None]]:
+    """Connect to lower ranks, accept higher ones; ranks tell each other their pulses."""
     sockets: list[socket.socket | None] = [None] * len(addresses)
+    pulses: list[NDArray[np.uint64] | None] = [None] * len(addresses)
     listener.settimeout(CONNECT_TIMEOUT_S)
     for peer in range(rank):
         link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         link.settimeout(CONNECT_TIMEOUT_S)
         link.connect(addresses[peer])
-        link.send(_HELLO.pack(rank))
+        socket.send_fds(link, [_HELLO.pack(rank)], [pulse])
         sockets[peer] = link
+        _, pulses[peer] = _greeting(link)
     for _ in range(rank + 1, len(addresses)):
         link, _ = listener.accept()
         link.settimeout(CONNECT_TIMEOUT_S)
-        (peer,) = _HELLO.unpack(link.recv(_HELLO.size))
-        sockets[peer] = link
-    return sockets
+        peer, counter = _greeting(link)
+        sockets[peer], pulses[peer] = link, counter
+        socket.send_fds(link, [_HELLO.pack(rank)], [pulse])
+    return sockets, pulses
+
+
+def _greeting(link: socket.socket) -> tuple[int, NDArray[np.uint64]]:
+    """Who is there, and its pulse."""
+    message, descriptors, _, _ = socket.recv_fds(link, _HELLO.size, 1)
+    if len(message) != _HELLO.size or len(descriptors) != 1:
+        raise ConnectionError("a rank left while all connected")
+    descriptor = descriptors[0]
+    (peer,) = _HELLO.unpack(message)
+    counter = _map_pulse(descriptor)
+    os.close(descriptor)
+    return int(peer), counter
 
 
 def _host() -> bytes:

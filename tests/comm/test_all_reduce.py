@@ -7,8 +7,10 @@ from functools import reduce
 import pytest
 import torch
 
+from moe_runtime.comm import all_reduce as all_reduce_module
 from moe_runtime.comm.all_reduce import all_reduce
 from moe_runtime.comm.groups import RankGroup
+from moe_runtime.comm.transports import DispatcherName, open_transport
 from moe_runtime.kernels.trees import tree_sum
 from tests.bits import HOSTILE_KINDS, assert_bits_equal, hostile
 from tests.ranks import RankContext
@@ -22,19 +24,32 @@ def part_of(kind: str, shape: tuple[int, ...], rank: int, size: int) -> torch.Te
     return hostile(kind, (*shape, size), seed=size)[..., rank]
 
 
-def reduce_all(context: RankContext) -> list[torch.Tensor]:
+def reduce_all(
+    context: RankContext, transport: DispatcherName, one_shot_bytes: int | None
+) -> list[torch.Tensor]:
     group = RankGroup(rank=context.rank, size=context.world_size, process_group=context.process_group)
-    results = []
-    for kind, shape in CASES:
-        part = part_of(kind, shape, context.rank, context.world_size)
-        results.append(all_reduce(part, group, torch.float32))
-        results.append(all_reduce(part.bfloat16(), group, torch.float32))
-        results.append(all_reduce(part, group, torch.bfloat16))
+    group = open_transport(group, transport).group
+    usual = all_reduce_module.ONE_SHOT_BYTES
+    all_reduce_module.ONE_SHOT_BYTES = usual if one_shot_bytes is None else one_shot_bytes
+    try:
+        results = []
+        for kind, shape in CASES:
+            part = part_of(kind, shape, context.rank, context.world_size)
+            results.append(all_reduce(part, group, torch.float32))
+            results.append(all_reduce(part.bfloat16(), group, torch.float32))
+            results.append(all_reduce(part, group, torch.bfloat16))
+    finally:
+        all_reduce_module.ONE_SHOT_BYTES = usual
     return results
 
 
+@pytest.mark.parametrize(
+    ("transport", "one_shot_bytes"),
+    [("collective", None), ("symmetric", None), ("collective", 0), ("symmetric", 1 << 30)],
+    ids=["collective", "symmetric", "always in slices", "never in slices"],
+)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 8])
-def test_every_rank_gets_the_tree_of_the_parts(ranks, world_size):
+def test_every_rank_gets_the_tree_of_the_parts(ranks, world_size, transport, one_shot_bytes):
     expected = []
     left_to_right_differs = False
     for kind, shape in CASES:
@@ -42,7 +57,7 @@ def test_every_rank_gets_the_tree_of_the_parts(ranks, world_size):
         total = tree_sum(parts)
         expected += [total, tree_sum([p.bfloat16().float() for p in parts]), total.bfloat16()]
         left_to_right_differs |= not torch.equal(reduce(torch.add, parts), total)
-    for rank, results in enumerate(ranks(world_size, reduce_all)):
+    for rank, results in enumerate(ranks(world_size, reduce_all, transport, one_shot_bytes)):
         for i, (actual, wanted) in enumerate(zip(results, expected, strict=True)):
             assert_bits_equal(actual, wanted, f"rank {rank}, case {i}")
     # The control: with more than three parts a sum from left to right is another tree and must show.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from dataclasses import replace
 
@@ -24,8 +26,10 @@ def group_of(context: RankContext) -> RankGroup:
     return RankGroup(rank=context.rank, size=context.world_size, process_group=context.process_group)
 
 
-def linked(context: RankContext, timeout_s: float = TIMEOUT_S) -> RankGroup:
-    links = connect_shared_memory(group_of(context), timeout_s)
+def linked(
+    context: RankContext, timeout_s: float = TIMEOUT_S, stalled_after_s: float = TIMEOUT_S
+) -> RankGroup:
+    links = connect_shared_memory(group_of(context), timeout_s, stalled_after_s)
     assert not isinstance(links, str), links
     return replace(group_of(context), links=links)
 
@@ -139,6 +143,50 @@ def miss_a_peer(context: RankContext, how: str) -> tuple[str, float]:
     group_of(context).all_gather(torch.zeros(1))
     group.links.close()
     return said, waited_s
+
+
+def stop_a_process(context: RankContext) -> tuple[str, float]:
+    """Rank 2 is stopped in the middle of a step; rank 0 lets it go on when all have said so."""
+    group = linked(context, TIMEOUT_S, 1.5)
+    pids = group.all_gather(torch.tensor([os.getpid()])).flatten().tolist()
+    assert group.links is not None
+    if context.rank == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        group.links.close()
+        group_of(context).all_gather(torch.zeros(1))
+        return "", 0.0
+    start_s, said = time.monotonic(), ""
+    try:
+        group.all_gather(torch.zeros(4))
+    except PeerError as error:
+        said = str(error)
+    waited_s = time.monotonic() - start_s
+    if context.rank == 0:
+        time.sleep(1.0)  # until rank 1 has given up, too
+        os.kill(pids[2], signal.SIGCONT)
+    group_of(context).all_gather(torch.zeros(1))
+    group.links.close()
+    return said, waited_s
+
+
+def test_a_stopped_process_is_named_in_time(ranks):
+    for said, waited_s in ranks(3, stop_a_process)[:2]:
+        assert "rank 2 has stalled: no sign of life" in said
+        assert waited_s < 5.0
+
+
+def work_for_long(context: RankContext) -> bool:
+    """Rank 1 works longer than a stalled one would be waited for."""
+    group = linked(context, TIMEOUT_S, 0.8)
+    if context.rank == 1:
+        time.sleep(2.0)
+    received = group.all_gather(torch.tensor([context.rank])).flatten().tolist()
+    group_of(context).all_gather(torch.zeros(1))
+    return received == [0, 1, 2]
+
+
+def test_a_rank_that_works_for_long_is_waited_for(ranks):
+    assert ranks(3, work_for_long) == [True] * 3
 
 
 @pytest.mark.parametrize(
