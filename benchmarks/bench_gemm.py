@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from typing import Any
 
 import torch
 import triton
+from graph_timing import graph_us
 
 from moe_runtime.kernels.audit import hostile_rows
 from moe_runtime.kernels.gemm_triton import (
@@ -149,7 +149,7 @@ def _bench_gemm(m: int, weights: Sequence[torch.Tensor], parts: int) -> list[Row
     timed += [(s, _own_launches(x, weights, parts, s)) for s in candidates]
     rows: list[Row] = []
     for schedule, launches in timed:
-        us = _graph_us(launches)
+        us = graph_us(launches)
         rows.append(
             {
                 "kernel": "dense_gemm",
@@ -175,7 +175,7 @@ def _bench_router(device: torch.device) -> list[Row]:
         out = torch.empty(m, NUM_EXPERTS, device=device)
         default = default_router_schedule(m, HIDDEN)
         for schedule in dict.fromkeys((default, *ROUTER_SCHEDULES)):
-            us = _graph_us([partial(router_logits, h, w, out, schedule=schedule, pdl=True) for w in weights])
+            us = graph_us([partial(router_logits, h, w, out, schedule=schedule, pdl=True) for w in weights])
             rows.append(
                 {
                     "kernel": "router_logits",
@@ -209,32 +209,9 @@ def _bench_norms(device: torch.device) -> list[Row]:
             "rms_norm": (partial(rms_norm, residual, weight, EPS, normed, pdl=True), 4),
         }
         for name, (launch, element_bytes) in launches.items():
-            us = _graph_us([launch] * NUM_COPIES)
+            us = graph_us([launch] * NUM_COPIES)
             rows.append({"kernel": name, "m": m, "us": us, "gbps": 1e-3 * m * HIDDEN * element_bytes / us})
     return rows
-
-
-def _graph_us(launches: Sequence[Launch], num_replays: int = 9) -> float:
-    """Median microseconds per launch of a graph that holds them all."""
-    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    event = partial(torch.cuda.Event, enable_timing=True)
-    with torch.cuda.stream(stream):
-        launches[0]()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for launch in launches:
-                launch()
-        graph.replay()
-        times_us: list[float] = []
-        for _ in range(num_replays):
-            start, end = event(), event()
-            start.record(stream)
-            graph.replay()
-            end.record(stream)
-            end.synchronize()
-            times_us.append(1e3 * start.elapsed_time(end) / len(launches))
-    return statistics.median(times_us)
 
 
 def _compile_share(device_index: int, worker: int, num_workers: int) -> None:

@@ -24,13 +24,11 @@ import argparse
 import importlib
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -39,6 +37,7 @@ import torch
 import triton
 import triton.language as tl
 from expert_cases import expert_cases
+from graph_timing import graph_us
 from kernel_cases import FULL, SMOKE, Case, Cases, Launch
 
 from moe_runtime.kernels import attention_tree_triton, norm_triton, prefill_attention_triton
@@ -182,26 +181,7 @@ def _graph_us(launches: Sequence[Launch]) -> float:
             launch()
         return 1.0
     launches = list(launches) * -(-MIN_LAUNCHES // len(launches))
-    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    event = partial(torch.cuda.Event, enable_timing=True)
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        launches[0]()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for launch in launches:
-                launch()
-        graph.replay()
-        times_us: list[float] = []
-        for _ in range(REPLAYS):
-            start, end = event(), event()
-            start.record(stream)
-            graph.replay()
-            end.record(stream)
-            end.synchronize()
-            times_us.append(1e3 * start.elapsed_time(end) / len(launches))
-    return statistics.median(times_us)
+    return graph_us(launches, REPLAYS)
 
 
 def _markdown(result: Row) -> str:
