@@ -229,7 +229,6 @@ def _server_config(
             "multiple_reduction": reduction.enabled,
             "multiple_reduction_reason": reduction.reason,
             "numerics_version": NUMERICS_VERSION,
-            "dispatcher": "collective",
             "device": plan.device.type,
             "ep_size": group.size,
             "architecture": plan.config.architecture,

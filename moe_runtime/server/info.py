@@ -53,8 +53,11 @@ def _model(context: Context) -> dict[str, Any]:
 
 def _server_info(context: Context) -> dict[str, Any]:
     config, client = context.config, context.client
+    # Settled after the front end started, alike on all ranks.
+    shared = client.ranks[0].info if 0 in client.ranks else {}
     return {
         **config.info,
+        **{name: shared[name] for name in ("dispatcher", "dispatcher_reason") if name in shared},
         "version": moe_runtime.__version__,
         "phase": client.phase.value,
         "served_model_name": config.served_model_name,

@@ -83,6 +83,15 @@ def test_the_openai_client_works_unmodified(server: RunningServer) -> None:
     assert [model.id for model in client.models.list()] == ["builtin"]
 
 
+def test_server_info_names_the_transport_and_why(server: RunningServer) -> None:
+    info = server.info()
+    alone = info["world_size"] == 1
+    assert info["dispatcher"] == ("collective" if alone else "symmetric")
+    assert info["dispatcher_reason"] == (
+        "one rank: nothing travels" if alone else "all ranks share a host's memory"
+    )
+
+
 def test_a_client_that_leaves_frees_its_request(server: RunningServer) -> None:
     body = {"model": "builtin", "prompt": "x", "max_tokens": 900, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:

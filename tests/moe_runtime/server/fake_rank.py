@@ -213,7 +213,15 @@ class FakeRanks(threading.Thread):
             rank.socket.setsockopt(zmq.IDENTITY, b"rank-%d" % rank.rank)
             rank.socket.setsockopt(zmq.LINGER, 0)
             rank.socket.connect(self._endpoint)
-            rank.socket.send(encode(RankReady(rank=rank.rank, pid=1000 + rank.rank, info={"device": "fake"})))
+            rank.socket.send(
+                encode(
+                    RankReady(
+                        rank=rank.rank,
+                        pid=1000 + rank.rank,
+                        info={"device": "fake", "dispatcher": "symmetric"},
+                    )
+                )
+            )
         poller = zmq.Poller()
         for rank in self.ranks:
             poller.register(rank.socket, zmq.POLLIN)
