@@ -33,12 +33,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     group = init_ranks()
+    transports = [open_transport(group, name) for name in ("collective", "symmetric")]
     results = []
     for num_rows in options.rows:
         row: dict[str, float] = {"rows_per_pair": num_rows}
-        for name in ("collective", "symmetric"):
-            transport = open_transport(group, name)
-            row[f"{name}_ms"] = round(
+        for transport in transports:
+            row[f"{transport.name}_ms"] = round(
                 _exchange_ms(transport.group, num_rows, options.row_bytes, options.repeats), 3
             )
         results.append(row)

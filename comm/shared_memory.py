@@ -90,7 +90,9 @@ class _Pulse:
     """This rank's counter, advanced while the process runs."""
 
     def __init__(self) -> None:
-        self.descriptor = os.memfd_create("moe-runtime pulse", os.MFD_CLOEXEC)
+        self.descriptor = os.memfd_create(
+            "moe-runtime pulse", os.MFD_CLOEXEC
+        )  # for whoever asks while it is open
         os.ftruncate(self.descriptor, 8)
         self._count = _map_pulse(self.descriptor)
         self._ended = threading.Event()
@@ -277,13 +279,15 @@ def connect_shared_memory(
         if len(set(hosts)) > 1:
             reason = "the ranks are on several hosts"
         elif all(addresses) and listener is not None:
+            pulse = _Pulse()
             try:
-                pulse = _Pulse()
                 sockets, pulses = _connect_all(group.rank, listener, addresses, pulse.descriptor)
-                os.close(pulse.descriptor)
                 links = SharedMemoryLinks(group.rank, sockets, pulses, pulse, timeout_s, stalled_after_s)
             except OSError as error:
+                pulse.close()
                 reason = f"rank {group.rank} cannot reach the others: {error.strerror or error}"
+            finally:
+                os.close(pulse.descriptor)
         reasons = [data.decode() for data in group.all_gather_bytes(reason.encode())]
         if listener is not None:
             listener.close()

@@ -95,8 +95,7 @@ def decode_workspace(
         max_context: Longest context, the new key included. A graph captured with this workspace launches a program
             for each of its chunks; those past a row's context do nothing. A longer row gets NaN.
     """
-    num_chunks = max(1, -(-max_context // tree.chunk_keys))
-    shape = (num_rows, num_query_heads, num_chunks)
+    shape = (num_rows, num_query_heads, _num_chunks(max_context, tree))
     return (
         torch.empty(*shape, head_dim, dtype=torch.float32, device=device),
         torch.empty(*shape, 2, dtype=torch.float32, device=device),
@@ -107,7 +106,11 @@ def decode_workspace_bytes(
     num_rows: int, num_query_heads: int, head_dim: int, max_context: int, tree: AttentionTree = TREE
 ) -> int:
     """Bytes of ``decode_workspace``."""
-    return num_rows * num_query_heads * max(1, -(-max_context // tree.chunk_keys)) * (head_dim + 2) * 4
+    return num_rows * num_query_heads * _num_chunks(max_context, tree) * (head_dim + 2) * 4
+
+
+def _num_chunks(max_context: int, tree: AttentionTree) -> int:
+    return max(1, -(-max_context // tree.chunk_keys))
 
 
 def attend_decode(

@@ -257,7 +257,8 @@ class GpuSchedules:
         wanted = [s for s in (default, *candidates) if s.kind != "vendor"]
         if depth % 8 != 0:  # TMA needs rows of a multiple of 16 bytes
             wanted = [replace(s, kind="pointer", tma_weights=False) for s in wanted]
-        wanted = self._fastest_first(op, wanted)
+        us = self._measured_us(op)
+        wanted = sorted(wanted, key=lambda s: us.get(schedule_label(s), math.inf))
         same_tile = [s for s in wanted if s.row_tile == wanted[0].row_tile]
         ordered = dict.fromkeys([*same_tile, *wanted])
         usable = [s for s in ordered if s != CANONICAL_GROUPED and self.may_use(op, s)]
@@ -278,28 +279,24 @@ class GpuSchedules:
         if found is None:
             found = canonical
             if self.dtype != torch.float32 or op == "topk":
-                ordered = self._fastest_first(op, candidates, m, shape)
-                is_timed = self.kind not in KNOWN_KINDS and any(t.op == op for t in self._findings.measured)
-                usable = (s for s in ordered if (is_timed or s != canonical) and self.may_use(op, s))
+                us = self._measured_us(op, m, shape)
+                ordered = sorted(candidates, key=lambda s: us.get(schedule_label(s), math.inf))
+                usable = (s for s in ordered if (us or s != canonical) and self.may_use(op, s))
                 found = next(usable, canonical)
             self._chosen[key] = found
         return found  # type: ignore[return-value]
 
-    def _fastest_first(
-        self, op: str, candidates: Iterable[_Schedule], m: int | None = None, shape: str | None = None
-    ) -> list[_Schedule]:
-        """Candidates by their time at the next audited row count from M on (else the largest), those without one last;
-        as they come on a known kind, whose order was measured, and without times."""
-        candidates = list(candidates)
+    def _measured_us(self, op: str, m: int | None = None, shape: str | None = None) -> dict[str, float]:
+        """Times of an op's schedules by label at the next audited row count from M on (else the largest). Empty on a
+        known kind, whose table is in measured order."""
         if self.kind in KNOWN_KINDS:
-            return candidates
+            return {}
         times = [t for t in self._findings.measured if t.op == op and shape in (None, t.shape)]
-        if not times:
-            return candidates
         counts = sorted({t.m for t in times})
-        nearest = next((count for count in counts if m is not None and count >= m), counts[-1])
-        us = {t.schedule: t.us for t in times if t.m == nearest}
-        return sorted(candidates, key=lambda s: us.get(schedule_label(s), math.inf))
+        nearest = next(
+            (count for count in counts if m is not None and count >= m), counts[-1] if counts else 0
+        )
+        return {t.schedule: t.us for t in times if t.m == nearest}
 
 
 def _without_tma(schedules: Iterable[ExpertSchedule], depth: int) -> list[ExpertSchedule]:

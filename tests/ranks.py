@@ -36,6 +36,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+    from moe_runtime.comm.groups import RankGroup
+
 __all__ = ["MAX_WORLD_SIZE", "RankContext", "RankError", "RankPool", "run_ranks", "shutdown_ranks"]
 
 MAX_WORLD_SIZE = 8
@@ -73,6 +75,13 @@ class RankContext:
     rank: int
     world_size: int
     process_group: dist.ProcessGroup
+
+    @property
+    def group(self) -> RankGroup:
+        """The same as the package's own type."""
+        from moe_runtime.comm.groups import RankGroup  # not for those who only start processes
+
+        return RankGroup(rank=self.rank, size=self.world_size, process_group=self.process_group)
 
 
 class RankError(AssertionError):

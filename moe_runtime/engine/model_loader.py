@@ -160,10 +160,12 @@ def load_model(
     placement = placement or contiguous_placement(config.num_experts, group.size)
     specs = tensor_specs(config)
     wanted = [spec for spec in specs if is_local(spec, placement, group.rank)]
-    dispatcher: Dispatcher = CollectiveDispatcher(group, placement.first_expert, config.num_experts_per_tok)
+    dispatcher: Dispatcher
     if engine_config.dispatcher == "loopback":
         virtual = contiguous_placement(config.num_experts, engine_config.loopback_ranks)
         dispatcher = LoopbackDispatcher(virtual.first_expert, config.num_experts_per_tok)
+    else:
+        dispatcher = CollectiveDispatcher(group, placement.first_expert, config.num_experts_per_tok)
     with _open(plan.model_dir, plan.dtype, engine_config, specs, plan.device) as source:
         weights = _WeightReader(source, wanted, on_progress)
 

@@ -9,7 +9,6 @@ import torch
 
 from moe_runtime.comm import all_reduce as all_reduce_module
 from moe_runtime.comm.all_reduce import all_reduce
-from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.transports import DispatcherName, open_transport
 from moe_runtime.kernels.trees import tree_sum
 from tests.bits import HOSTILE_KINDS, assert_bits_equal, hostile
@@ -27,8 +26,7 @@ def part_of(kind: str, shape: tuple[int, ...], rank: int, size: int) -> torch.Te
 def reduce_all(
     context: RankContext, transport: DispatcherName, one_shot_bytes: int | None
 ) -> list[torch.Tensor]:
-    group = RankGroup(rank=context.rank, size=context.world_size, process_group=context.process_group)
-    group = open_transport(group, transport).group
+    group = open_transport(context.group, transport).group
     usual = all_reduce_module.ONE_SHOT_BYTES
     all_reduce_module.ONE_SHOT_BYTES = usual if one_shot_bytes is None else one_shot_bytes
     try:

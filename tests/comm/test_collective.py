@@ -66,9 +66,8 @@ def run_cases(
     context: RankContext, cases: list[Case], transport: DispatcherName = "collective"
 ) -> list[tuple[torch.Tensor, int]]:
     """This rank's accumulators and number of computed rows, per case."""
-    rank, size = context.rank, context.world_size
-    group = RankGroup(rank=rank, size=size, process_group=context.process_group)
-    group = open_transport(group, transport).group
+    rank = context.rank
+    group = open_transport(context.group, transport).group
     results = []
     for case in cases:
         placement = case.placement

@@ -12,10 +12,6 @@ from tests.ranks import RankContext
 WORLD_SIZES = [1, 2, 3, 8]
 
 
-def group_of(context: RankContext) -> RankGroup:
-    return RankGroup(rank=context.rank, size=context.world_size, process_group=context.process_group)
-
-
 def num_rows(source: int, destination: int) -> int:
     return (3 * source + 5 * destination) % 4  # zero for some pairs
 
@@ -24,13 +20,13 @@ def exchange(context: RankContext) -> torch.Tensor:
     rank, size = context.rank, context.world_size
     rows = [[rank, to, i] for to in range(size) for i in range(num_rows(rank, to))]
     send = torch.tensor(rows, dtype=torch.int64).view(-1, 3)
-    return group_of(context).exchange(
+    return context.group.exchange(
         send, [num_rows(rank, to) for to in range(size)], [num_rows(of, rank) for of in range(size)]
     )
 
 
 def gather(context: RankContext) -> tuple[torch.Tensor, torch.Tensor, list[bytes], list[bytes]]:
-    group = group_of(context)
+    group = context.group
     special = torch.tensor([torch.nan, -0.0, torch.inf, 1e-45, float(context.rank)])
     names = [b"", b"x" * 3, b"\x00\xff" * 5000]
     return (

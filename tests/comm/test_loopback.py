@@ -45,6 +45,13 @@ def test_accumulators_are_those_of_one_process(num_ranks):
         assert_bits_equal(actual, combine_slots_fp32(oracle_rows(case)), f"{num_ranks} ranks, {case}")
 
 
+def test_control_rows_added_in_the_order_of_their_ranks_show():
+    case = Case((13,), "cancelling", seed=3)
+    rows, (_, ids, _) = oracle_rows(case).float(), case.tokens()
+    by_rank = rows.gather(1, ids.argsort(1)[..., None].expand_as(rows))  # 8 experts on 8 virtual ranks
+    assert not torch.equal(combine_slots_fp32(by_rank), combine_slots_fp32(rows))
+
+
 @pytest.mark.parametrize("kind", HOSTILE_KINDS)
 def test_a_model_gives_the_same_bits_with_any_number_of_virtual_ranks(kind, tmp_path):
     folder = write_checkpoint(tmp_path, tiny_config("qwen3_moe"), kind=kind)

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,16 +23,12 @@ TIMEOUT_S = 30.0
 SHORT_S = 0.5
 
 
-def group_of(context: RankContext) -> RankGroup:
-    return RankGroup(rank=context.rank, size=context.world_size, process_group=context.process_group)
-
-
 def linked(
     context: RankContext, timeout_s: float = TIMEOUT_S, stalled_after_s: float = TIMEOUT_S
 ) -> RankGroup:
-    links = connect_shared_memory(group_of(context), timeout_s, stalled_after_s)
+    links = connect_shared_memory(context.group, timeout_s, stalled_after_s)
     assert not isinstance(links, str), links
-    return replace(group_of(context), links=links)
+    return replace(context.group, links=links)
 
 
 def num_rows(source: int, destination: int, turn: int) -> int:
@@ -68,7 +65,7 @@ def exchange_often(context: RankContext) -> list[torch.Tensor]:
     gathered = group.all_gather(torch.tensor([rank]))
     assert group.links is not None
     assert group.links.num_buffer_bytes > 2 * shared_memory.FIRST_CAPACITY * (size - 1)
-    group_of(context).all_gather(gathered)  # nobody closes while another reads
+    context.group.all_gather(gathered)  # nobody closes while another reads
     group.links.close()
     return [*received, gathered]
 
@@ -103,7 +100,7 @@ def pause_before_reading(context: RankContext) -> bool:
     finally:
         if context.rank == 1:
             shared_memory._Inbox.rows = read
-    group_of(context).all_gather(torch.zeros(1))  # nobody closes while another reads
+    context.group.all_gather(torch.zeros(1))  # nobody closes while another reads
     return is_right
 
 
@@ -140,20 +137,20 @@ def miss_a_peer(context: RankContext, how: str) -> tuple[str, float]:
         except PeerError as error:
             said = str(error)
     waited_s = time.monotonic() - start_s
-    group_of(context).all_gather(torch.zeros(1))
+    context.group.all_gather(torch.zeros(1))
     group.links.close()
     return said, waited_s
 
 
-def stop_a_process(context: RankContext) -> tuple[str, float]:
-    """Rank 2 is stopped in the middle of a step; rank 0 lets it go on when all have said so."""
+def stop_a_process(context: RankContext, marker: Path) -> tuple[str, float]:
+    """Rank 2 is stopped in the middle of a step; rank 0 lets it go on when rank 1 has given up, too."""
     group = linked(context, TIMEOUT_S, 1.5)
     pids = group.all_gather(torch.tensor([os.getpid()])).flatten().tolist()
     assert group.links is not None
     if context.rank == 2:
         os.kill(os.getpid(), signal.SIGSTOP)
         group.links.close()
-        group_of(context).all_gather(torch.zeros(1))
+        context.group.all_gather(torch.zeros(1))
         return "", 0.0
     start_s, said = time.monotonic(), ""
     try:
@@ -161,16 +158,19 @@ def stop_a_process(context: RankContext) -> tuple[str, float]:
     except PeerError as error:
         said = str(error)
     waited_s = time.monotonic() - start_s
+    if context.rank == 1:
+        marker.touch()
     if context.rank == 0:
-        time.sleep(1.0)  # until rank 1 has given up, too
+        while not marker.exists():
+            time.sleep(0.05)
         os.kill(pids[2], signal.SIGCONT)
-    group_of(context).all_gather(torch.zeros(1))
+    context.group.all_gather(torch.zeros(1))
     group.links.close()
     return said, waited_s
 
 
-def test_a_stopped_process_is_named_in_time(ranks):
-    for said, waited_s in ranks(3, stop_a_process)[:2]:
+def test_a_stopped_process_is_named_in_time(ranks, tmp_path):
+    for said, waited_s in ranks(3, stop_a_process, tmp_path / "rank 1 has given up")[:2]:
         assert "rank 2 has stalled: no sign of life" in said
         assert waited_s < 5.0
 
@@ -181,7 +181,7 @@ def work_for_long(context: RankContext) -> bool:
     if context.rank == 1:
         time.sleep(2.0)
     received = group.all_gather(torch.tensor([context.rank])).flatten().tolist()
-    group_of(context).all_gather(torch.zeros(1))
+    context.group.all_gather(torch.zeros(1))
     return received == [0, 1, 2]
 
 

@@ -8,19 +8,15 @@ from moe_runtime.comm.transports import open_transport
 from tests.ranks import RankContext
 
 
-def group_of(context: RankContext) -> RankGroup:
-    return RankGroup(rank=context.rank, size=context.world_size, process_group=context.process_group)
-
-
 def refuse_to_listen(context: RankContext) -> tuple[str, str, str]:
     """Rank 1 has no shared files; every rank must come to the same end."""
     memfd_create = shared_memory.os.memfd_create
     if context.rank == 1:
         del shared_memory.os.memfd_create
     try:
-        found = open_transport(group_of(context), "auto")
+        found = open_transport(context.group, "auto")
         try:
-            open_transport(group_of(context), "symmetric")
+            open_transport(context.group, "symmetric")
         except ValueError as error:
             return found.name, found.reason, str(error)
     finally:
@@ -36,7 +32,7 @@ def test_where_it_cannot_be_auto_says_why_and_symmetric_is_refused(ranks):
 
 
 def choose(context: RankContext) -> list[tuple[str, str, bool]]:
-    found = [open_transport(group_of(context), wanted) for wanted in ("auto", "collective", "symmetric")]
+    found = [open_transport(context.group, wanted) for wanted in ("auto", "collective", "symmetric")]
     return [(t.name, t.reason, t.group.links is not None) for t in found]
 
 
