@@ -188,29 +188,35 @@ def test_no_tiles_and_float32_schedules():
 GPU_SHAPES = [(4, 8, 128, None), (2, 8, 64, None), (2, 3, 128, 300), (2, 1, 32, None)]
 
 
+GPU_CASES = [
+    *((TREE, shape) for shape in GPU_SHAPES),
+    (AttentionTree(inner_keys=128, chunk_keys=512), GPU_SHAPES[0]),
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", HOSTILE_KINDS)
-@pytest.mark.parametrize("tree", [TREE, AttentionTree(inner_keys=64, chunk_keys=256)], ids=str)
-def test_on_a_gpu_rows_have_the_bits_of_decode_in_every_schedule(tree, kind):
+@pytest.mark.parametrize(("tree", "shape"), GPU_CASES, ids=str)
+def test_on_a_gpu_rows_have_the_bits_of_decode_in_every_schedule(tree, shape):
     if DEVICE != "cuda":
         pytest.skip("needs a CUDA device")
     edges = [63, 127, 255, 511, 1023, 1024, 0, 2499]
-    for num_kv_heads, num_groups, head_dim, window in GPU_SHAPES if tree == TREE else GPU_SHAPES[:1]:
-        heads = {"num_kv_heads": num_kv_heads, "num_groups": num_groups, "head_dim": head_dim}
+    num_kv_heads, num_groups, head_dim, window = shape
+    heads = {"num_kv_heads": num_kv_heads, "num_groups": num_groups, "head_dim": head_dim}
+    chosen = ROW_SCHEDULES if head_dim == 128 and window is None else ROW_SCHEDULES[2::2]
+    for kind in HOSTILE_KINDS:
         step = make_step([3] * 7 + [150], [max(edge - 1, 0) for edge in edges], kind=kind, **heads)
         expected = run_rows(step, tree=tree, window=window)
         assert bool(expected[0].isfinite().all())
-        chosen = ROW_SCHEDULES if head_dim == 128 and window is None else ROW_SCHEDULES[2::2]
         for i, schedule in enumerate(chosen):
             rope = ROPE_SCHEDULES[i % len(ROPE_SCHEDULES)]
             actual = run_rows(step, schedule, rope, tree=tree, window=window, pdl=i % 2 == 1)
             for got, want in zip(actual, expected, strict=True):
-                assert_bits_equal(got, want, f"{schedule}, D {head_dim}, G {num_groups}")
+                assert_bits_equal(got, want, f"{schedule}, {kind}")
         few = take_sequences(step, list(range(7)))
         for split in (False, True):
             schedule = DecodeSchedule(split=split, num_warps=4, num_stages=2, early_reads=True)
             decode = row_by_row(few, partial(run_decode, schedule=schedule, tree=tree, window=window))
-            assert_bits_equal(decode[0], expected[0][:21], f"decode, split {split}, D {head_dim}")
+            assert_bits_equal(decode[0], expected[0][:21], f"decode, split {split}, {kind}")
 
 
 @pytest.mark.gpu
