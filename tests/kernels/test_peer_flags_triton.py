@@ -1,0 +1,40 @@
+"""Flags between peers: what can be seen without a second GPU. Ranks that really wait: tests/e2e/test_multi_gpu.py."""
+
+from __future__ import annotations
+
+from tests.kernels.triton_interpreter import DEVICE  # isort: skip
+
+import pytest
+import torch
+
+from moe_runtime.kernels.peer_flags_triton import PeerFlags, count_step, peer_barrier
+
+
+def test_steps_are_counted_while_peers_take_part():
+    step = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    live = torch.ones(1, dtype=torch.int32, device=DEVICE)
+    seen = []
+    for switch in (1, 1, 0, 0, 1):
+        live.fill_(switch)
+        count_step(step, live)
+        seen.append(int(step[0]))
+    assert seen == [1, 2, 0, 0, 3]
+
+
+def test_nothing_is_raised_and_nobody_waits_in_a_step_without_peers():
+    words = torch.full((3, 4), 7, dtype=torch.int32, device=DEVICE)
+    flags = PeerFlags(
+        words=words,
+        offsets=torch.zeros(4, dtype=torch.int64, device=DEVICE),
+        step=torch.zeros(1, dtype=torch.int32, device=DEVICE),
+        rank=2,
+        size=4,
+    )
+    peer_barrier(flags, 1)
+    assert bool((words == 7).all())
+
+
+def test_more_ranks_than_threads_that_wait_are_refused():
+    nothing = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    with pytest.raises(ValueError, match=r"size \(33\) must be in \[1, 32\]"):
+        PeerFlags(words=nothing, offsets=nothing, step=nothing, rank=0, size=33)
