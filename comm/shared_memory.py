@@ -145,6 +145,7 @@ class SharedMemoryLinks:
         self._outboxes = [_Outbox() for _ in sockets]
         self._inboxes = [_Inbox() for _ in sockets]
         self._num_exchanges = 0
+        self._last_beats: dict[int, tuple[int, float]] = {}
         for peer in self._sockets:
             if peer is not None:
                 peer.settimeout(2 * PULSE_S)
@@ -182,6 +183,30 @@ class SharedMemoryLinks:
             rows = incoming[recv_ends[peer] - recv_splits[peer] : recv_ends[peer]].reshape(-1)
             self._receive(peer, number, rows)
         return recv
+
+    def check_peers(self) -> None:
+        """For a rank that waits for something else than rows, now and then.
+
+        Raises:
+            PeerError: a peer has gone or stalled.
+        """
+        now_s = time.monotonic()
+        for peer, (link, pulse) in enumerate(zip(self._sockets, self._pulses, strict=True)):
+            if link is None or pulse is None:
+                continue
+            try:
+                gone = not link.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                gone = False
+            except OSError:
+                gone = True
+            if gone:
+                raise PeerError(f"rank {peer} has gone: it closed its link to rank {self.rank}")
+            count, since_s = self._last_beats.get(peer, (-1, now_s))
+            if int(pulse[0]) != count:
+                self._last_beats[peer] = (int(pulse[0]), now_s)
+            elif now_s - since_s >= self.stalled_after_s:
+                raise PeerError(f"rank {peer} has stalled: no sign of life in {now_s - since_s:.1f} s")
 
     def close(self) -> None:
         """Close the sockets; peers that still wait are told at once."""

@@ -25,7 +25,14 @@ import torch.distributed as dist
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.shared_memory import host_id
 
-__all__ = ["ALIGNMENT_BYTES", "SymmetricBuffer", "SymmetricSpace", "carved_bytes", "keep_multicast_off"]
+__all__ = [
+    "ALIGNMENT_BYTES",
+    "SymmetricBuffer",
+    "SymmetricSpace",
+    "carved_bytes",
+    "keep_multicast_off",
+    "peer_access_fault",
+]
 
 ALIGNMENT_BYTES = 1024
 """Of every carved tensor; offsets are multiples of 16 elements for every dtype."""
@@ -95,18 +102,11 @@ class SymmetricSpace:
         keep_multicast_off()
         if group.size == 1:
             return cls.virtual(1, num_bytes, device)[0]
-        torch.cuda.set_device(device)
-        device = torch.device("cuda", torch.cuda.current_device())
-        uuid = str(torch.cuda.get_device_properties(device).uuid)
-        gathered = group.all_gather_bytes(b"%b\n%b\n%d" % (host_id().strip(), uuid.encode(), num_bytes))
-        hosts, uuids, lengths = zip(*(data.decode().split("\n") for data in gathered), strict=True)
-        reasons = [
-            data.decode()
-            for data in group.all_gather_bytes(_fault(hosts, uuids, group.rank, device).encode())
-        ]
-        if any(reasons):
-            raise ValueError(f"symmetric memory needs the GPUs of one host: {next(filter(None, reasons))}")
-        assert len(set(lengths)) == 1, f"ranks ask for regions of {', '.join(lengths)} bytes"
+        device = _indexed(device)
+        if reason := peer_access_fault(group, device):
+            raise ValueError(f"symmetric memory needs the GPUs of one host: {reason}")
+        lengths = [int(data) for data in group.all_gather_bytes(b"%d" % num_bytes)]
+        assert len(set(lengths)) == 1, f"ranks ask for regions of {lengths} bytes"
         import torch.distributed._symmetric_memory as symm  # absent from builds without distributed
 
         process_group = group.process_group if group.process_group is not None else dist.group.WORLD
@@ -136,9 +136,14 @@ class SymmetricSpace:
         return [cls(regions, rank) for rank in range(size)]
 
     @property
+    def region(self) -> torch.Tensor:
+        """The own region, ``[num_bytes]`` uint8."""
+        return self._regions[self.rank]
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the region."""
-        return self._regions[self.rank].numel()
+        return self.region.numel()
 
     @property
     def num_used_bytes(self) -> int:
@@ -190,12 +195,33 @@ def carved_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
     return -(-prod(shape) * dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
+def peer_access_fault(group: RankGroup, device: torch.device) -> str:
+    """Why the ranks cannot map each other's memory, empty if they can; a collective, the same on all of them.
+
+    Args:
+        group: The ranks.
+        device: Own GPU.
+    """
+    device = _indexed(device)
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    gathered = group.all_gather_bytes(b"%b\n%b" % (host_id().strip(), uuid.encode()))
+    hosts, uuids = zip(*(data.decode().split("\n") for data in gathered), strict=True)
+    reasons = group.all_gather_bytes(_fault(hosts, uuids, group.rank, device).encode())
+    return next((reason.decode() for reason in reasons if reason), "")
+
+
 def keep_multicast_off() -> None:
     """Set the switches by which NCCL, torch and NVSHMEM leave NVLink multicast alone; before torch.distributed starts.
 
     Settings of the user's that say so already change nothing; no bit depends on them.
     """
     os.environ.update(MULTICAST_OFF)
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """The device with its index, made the current one."""
+    torch.cuda.set_device(device)
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _fault(hosts: Sequence[str], uuids: Sequence[str], rank: int, device: torch.device) -> str:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 import msgspec
 import torch
@@ -54,10 +55,10 @@ def main(args: Sequence[str] | None = None) -> int:
     start_s = time.monotonic()
     config = parse_config(ServeConfig, args, prog="moe_runtime.serve")
     try:
-        group = init_ranks()
+        group = init_ranks(config.engine.device)
         setup_logging(group.rank)
         plan = plan_model(config.engine, group)
-        deployment = plan_deployment(plan, config.engine)
+        deployment = plan_deployment(plan, config.engine, group)
     except (CheckpointError, ValueError) as error:
         usage_error(str(error))
     except CapacityError as error:
@@ -84,7 +85,7 @@ def main(args: Sequence[str] | None = None) -> int:
             close_ranks(group)
             return EXIT_USAGE
         try:
-            transport = open_transport(group, config.engine.dispatcher)
+            transport = open_transport(group, config.engine.dispatcher, plan.device)
         except ValueError as error:
             logger.error("%s", error)  # on every rank alike
             close_ranks(group)
@@ -133,7 +134,7 @@ def _serve(
     try:
         _check_memory(plan, deployment.num_kv_blocks, group)
         with progress_bar("loading weights", shown=group.rank == 0) as on_progress:
-            model = load_model(plan, config.engine, group, on_progress=on_progress)
+            model = load_model(plan, config.engine, group, on_progress=on_progress, transport=transport.name)
         with progress_bar("capturing graphs", shown=group.rank == 0) as on_capture:
             engine = start_engine(model, deployment, config.engine, group, on_capture=on_capture)
     except CheckpointError as error:
@@ -165,11 +166,22 @@ def _serve(
         service.run()
     except RuntimeError:
         logger.exception("rank %d stops", group.rank)
+        if plan.device.type == "cuda" and group.size > 1:
+            _leave_at_once(service, front_end)
         return EXIT_FAULT
     finally:
         service.close()
     close_ranks(group)
     return EXIT_OK
+
+
+def _leave_at_once(service: RankService, front_end: FrontEndProcess | None) -> NoReturn:
+    """End this process without waiting for its GPU, on which a kernel may wait for a rank that has gone."""
+    service.close()
+    if front_end is not None:
+        front_end.close()
+    logging.shutdown()
+    os._exit(EXIT_FAULT)
 
 
 def _check_memory(plan: ModelPlan, num_blocks: int, group: RankGroup) -> None:

@@ -85,7 +85,7 @@ class Engine:
         chunks = self.scheduler.schedule()
         vector = StepVector(
             num_tokens=sum(chunk.num_tokens for chunk in chunks),
-            num_prefill_tokens=sum(chunk.num_tokens for chunk in chunks if chunk.num_tokens > 1),
+            num_mixed_tokens=sum(chunk.num_tokens for chunk in chunks if not chunk.is_decode),
             num_unfinished=self.scheduler.num_unfinished + num_pending,
             epoch=epoch,
             drain=int(drain),
@@ -93,7 +93,7 @@ class Engine:
         view = exchange_step(vector, self.group)
         if view.is_empty:
             return view, outputs + self._collect()
-        launched = self.runner.launch(chunks, view.tokens_per_rank)
+        launched = self.runner.launch(chunks, view.tokens_per_rank, is_decode=view.is_decode)
         started = _StepUnderWay(launched, [_ChunkUnderWay.start(chunk) for chunk in chunks])
         outputs += self._collect()
         self._under_way = started

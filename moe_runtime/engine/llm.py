@@ -83,10 +83,14 @@ class LLM:
         self.config = msgspec.convert({"model": model, **options}, EngineConfig)
         self.group = group or RankGroup()
         plan = plan_model(self.config, self.group)
-        self.transport = open_transport(self.group, self.config.dispatcher)
+        self.transport = open_transport(self.group, self.config.dispatcher, plan.device)
         self.group = self.transport.group
-        deployment = plan_deployment(plan, self.config)  # on a GPU, from what is free before the weights
-        self.model: LoadedModel = load_model(plan, self.config, self.group, on_progress=on_progress)
+        deployment = plan_deployment(
+            plan, self.config, self.group
+        )  # on a GPU, from what is free before the weights
+        self.model: LoadedModel = load_model(
+            plan, self.config, self.group, on_progress=on_progress, transport=self.transport.name
+        )
         try:
             self.tokenizer: Tokenizer | None = Tokenizer.from_dir(plan.model_dir)
         except CheckpointError:
@@ -136,7 +140,7 @@ class LLM:
             kv_cache_blocks=kv_cache_blocks or config.kv_cache_blocks,
             enforce_eager=config.enforce_eager if enforce_eager is None else enforce_eager,
         )
-        deployment = plan_deployment(self.model.plan, self.config)
+        deployment = plan_deployment(self.model.plan, self.config, self.group)
         before = Deployment(num_kv_blocks=self.engine.stats().num_kv_blocks, limits=self.limits)
         del self.engine  # its cache makes room for the next one's
         gc.collect()  # a runner and its graphs refer to each other

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from moe_runtime.comm.base import Dispatcher
 from moe_runtime.comm.collective import CollectiveDispatcher
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.loopback import LoopbackDispatcher
+from moe_runtime.comm.transports import TransportName
 from moe_runtime.engine.config import EngineConfig
 from moe_runtime.engine.expert_weights import is_local, make_moe
 from moe_runtime.eplb.placement import ExpertPlacement, contiguous_placement
@@ -114,8 +116,6 @@ def plan_model(engine_config: EngineConfig, group: RankGroup | None = None) -> M
     dtype = config.dtype if engine_config.dtype == "auto" else engine_config.dtype
     device = _device(engine_config, group)
     if device.type == "cuda":
-        if engine_config.dispatcher == "loopback":
-            raise ValueError("dispatcher (loopback) is not implemented on the GPU yet; use device cpu")
         _check_gpu_model(config)
     with _open(model_dir, dtype, engine_config, tensor_specs(config), device) as source:
         identity = f"{source.fingerprint()} {dtype} {NUMERICS_VERSION} {_architecture(device)}"
@@ -136,6 +136,7 @@ def load_model(
     *,
     on_progress: Callable[[int, int], None] | None = None,
     placement: ExpertPlacement | None = None,
+    transport: TransportName = "collective",
 ) -> LoadedModel:
     """Read this rank's weights, pack them, and prove on this machine that their shapes are position invariant.
 
@@ -147,6 +148,7 @@ def load_model(
         group: The expert-parallel group; ranks need not be in step here.
         on_progress: Told (tensor elements done, in total).
         placement: Where the experts of every layer are; by default consecutive ids.
+        transport: What moves rows between GPUs.
 
     Raises:
         CheckpointError: a tensor is missing, unexpected, mis-shaped, unindexed or truncated.
@@ -154,7 +156,7 @@ def load_model(
         ValueError: the device cannot run the model.
     """
     if plan.device.type == "cuda":
-        return load_on_gpu(plan, engine_config, on_progress)
+        return load_on_gpu(plan, engine_config, group, on_progress, placement=placement, transport=transport)
     torch.set_num_threads(1)  # part of the CPU's schedule, in a caller's own program too
     config, dtype = plan.config, plan.torch_dtype
     placement = placement or contiguous_placement(config.num_experts, group.size)
@@ -198,23 +200,35 @@ def audit_cpu(config: ModelConfig) -> AuditReport:
 
 
 def load_on_gpu(
-    plan: ModelPlan, engine_config: EngineConfig, on_progress: Callable[[int, int], None] | None = None
+    plan: ModelPlan,
+    engine_config: EngineConfig,
+    group: RankGroup,
+    on_progress: Callable[[int, int], None] | None = None,
+    *,
+    placement: ExpertPlacement | None = None,
+    transport: TransportName = "collective",
 ) -> LoadedModel:
-    """``load_model`` of one rank with all experts on its GPU; on the CPU where Triton's interpreter is on.
+    """``load_model`` of one rank on its GPU; on the CPU where Triton's interpreter is on.
 
     Args:
         plan: From ``plan_model``.
         engine_config: Load format and seed.
+        group: The expert-parallel group.
         on_progress: Told (tensor elements done, in total).
+        placement: Where the experts of every layer are; by default consecutive ids.
+        transport: What moves rows between GPUs.
     """
-    # Both need Triton, which CPU machines may lack.
+    # All need Triton, which CPU machines may lack.
+    from moe_runtime.engine.gpu_experts import make_gpu_experts
     from moe_runtime.engine.start_audit import check_schedules, load_schedules
     from moe_runtime.layers.cuda_decoder import CudaDecoder
 
     schedules = load_schedules(plan.device, plan.torch_dtype, engine_config.audit_cache)
+    placement = placement or contiguous_placement(plan.config.num_experts, group.size)
     specs = tensor_specs(plan.config)
+    wanted = [spec for spec in specs if is_local(spec, placement, group.rank)]
     with _open(plan.model_dir, plan.dtype, engine_config, specs, plan.device) as source:
-        weights = _WeightReader(source, specs, on_progress)
+        weights = _WeightReader(source, wanted, on_progress)
 
         def read(role: str, layer_idx: int, expert_id: int | None) -> torch.Tensor:
             return weights.read(role, None if layer_idx < 0 else layer_idx, expert_id)
@@ -227,8 +241,10 @@ def load_on_gpu(
             engine_config.max_num_batched_tokens,
             plan.device,
             schedules,
+            placement.local_logical_experts(group.rank),
+            make_gpu_experts(plan, engine_config, group, transport, placement, schedules),
         )
-        source.close(expected=specs)
+        source.close(expected=wanted)
     audit = AuditReport()
     if plan.device.type == "cuda":  # tests cover the interpreter, in which this would take minutes
         audit = check_schedules(decoder)
@@ -277,12 +293,16 @@ def _device(engine_config: EngineConfig, group: RankGroup | None) -> torch.devic
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ValueError("device (cuda) must be cpu here: torch sees no GPU")
-    if num_ranks > 1:
+    if num_ranks == 1:
+        return torch.device("cuda")
+    local_rank, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local_rank >= num_gpus:
         # The CPU has other bits, so nothing falls back to it silently.
         raise ValueError(
-            f"{num_ranks} ranks on GPUs are not implemented yet; start one rank, or set device to cpu"
+            f"device ({engine_config.device}) must be cpu with more ranks on a host than GPUs: this is rank "
+            f"{local_rank} there, and torch sees {num_gpus}"
         )
-    return torch.device("cuda")
+    return torch.device("cuda", local_rank)
 
 
 def _check_gpu_model(config: ModelConfig) -> None:

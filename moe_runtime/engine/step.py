@@ -24,14 +24,14 @@ class StepVector:
 
     Attributes:
         num_tokens: Tokens it will run.
-        num_prefill_tokens: Those of them that belong to chunks of more than one token.
+        num_mixed_tokens: Those of them that a decode step cannot run (``ScheduledChunk.is_decode``).
         num_unfinished: Sequences waiting or running, before the step.
         epoch: Latest message epoch it has seen.
         drain: 1 when it has been told to leave once nothing is left.
     """
 
     num_tokens: int = 0
-    num_prefill_tokens: int = 0
+    num_mixed_tokens: int = 0
     num_unfinished: int = 0
     epoch: int = 0
     drain: int = 0
@@ -47,6 +47,11 @@ class StepView:
     def tokens_per_rank(self) -> tuple[int, ...]:
         """Tokens of every rank."""
         return tuple(v.num_tokens for v in self.vectors)
+
+    @property
+    def is_decode(self) -> bool:
+        """Every token of every rank is the newest of a sequence that goes on: all ranks run the decode form."""
+        return not any(v.num_mixed_tokens for v in self.vectors)
 
     @property
     def is_empty(self) -> bool:
@@ -67,12 +72,12 @@ class StepView:
 def exchange_step(vector: StepVector, group: RankGroup) -> StepView:
     """Share the step vector; a collective of all ranks."""
     mine = torch.tensor(
-        [vector.num_tokens, vector.num_prefill_tokens, vector.num_unfinished, vector.epoch, vector.drain]
+        [vector.num_tokens, vector.num_mixed_tokens, vector.num_unfinished, vector.epoch, vector.drain]
     )
     rows = group.all_gather(mine).tolist()
     return StepView(
         tuple(
-            StepVector(num_tokens=a, num_prefill_tokens=b, num_unfinished=c, epoch=d, drain=e)
+            StepVector(num_tokens=a, num_mixed_tokens=b, num_unfinished=c, epoch=d, drain=e)
             for a, b, c, d, e in rows
         )
     )
