@@ -23,7 +23,8 @@ from tests.checkpoints import tiny_config, write_checkpoint
 def load(folder: Path, *, rank: int = 0, size: int = 1, on_progress=None, placement=None, **options):
     config = EngineConfig(model=str(folder), **options)
     group = RankGroup(rank=rank, size=size)
-    return load_model(plan_model(config), config, group, on_progress=on_progress, placement=placement)
+    plan = plan_model(config, group, placement=placement)
+    return load_model(plan, config, group, on_progress=on_progress)
 
 
 @pytest.fixture(scope="module")
