@@ -36,7 +36,9 @@ class Job:
     order: tuple[int, ...] | None = None  # of the experts
 
 
-def run_job(job: Job, group: RankGroup, switched_off: Control = Control.NONE) -> tuple[str, dict[str, Result]]:
+def run_job(
+    job: Job, group: RankGroup, switched_off: Control = Control.NONE
+) -> tuple[str, dict[str, Result]]:
     """The fingerprint, and the results of each scenario."""
     real = model_loader.contiguous_placement
     model_loader.contiguous_placement = partial(contiguous_placement, order=job.order)
