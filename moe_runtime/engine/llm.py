@@ -87,7 +87,7 @@ class LLM:
         self.config = msgspec.convert({"model": model, **options}, EngineConfig)
         self.group = group or RankGroup()
         plan = plan_model(self.config, self.group)
-        if self.group.rank == 0:
+        if self.group.rank == 0 and self.config.invariance == "batch":  # elsewhere nobody could expect it
             logger.info("%s", plan.multiple_reduction)
         self.transport = open_transport(self.group, self.config.dispatcher)
         self.group = self.transport.group
