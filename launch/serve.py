@@ -18,7 +18,6 @@ import msgspec
 import torch
 
 from moe_runtime.comm.groups import RankGroup
-from moe_runtime.comm.multiple_reduction import resolve_multiple_reduction
 from moe_runtime.comm.transports import Transport, open_transport
 from moe_runtime.config import ServeConfig
 from moe_runtime.engine.backend import Deployment, plan_deployment, start_engine
@@ -219,11 +218,7 @@ def _available_bytes() -> int:
 def _server_config(
     config: ServeConfig, plan: ModelPlan, deployment: Deployment, group: RankGroup
 ) -> ServerConfig:
-    level = config.engine.invariance
-    reduction = resolve_multiple_reduction(
-        level, num_redundant_experts=0, rearrangement=False, transport_can=False
-    )
-    logger.info("multiple_reduction %s: %s", "on" if reduction.enabled else "off", reduction.reason)
+    logger.info("%s", plan.multiple_reduction)
     return ServerConfig(
         host=config.http.host,
         port=config.http.port,
@@ -237,9 +232,9 @@ def _server_config(
         heartbeat_timeout_s=config.http.heartbeat_timeout_s,
         info={
             "system_fingerprint": f"fp_{plan.fingerprint}",
-            "invariance": level,
-            "multiple_reduction": reduction.enabled,
-            "multiple_reduction_reason": reduction.reason,
+            "invariance": config.engine.invariance,
+            "multiple_reduction": plan.multiple_reduction.enabled,
+            "multiple_reduction_reason": plan.multiple_reduction.reason,
             "numerics_version": NUMERICS_VERSION,
             "device": plan.device.type,
             "ep_size": group.size,

@@ -19,9 +19,7 @@ from moe_runtime.comm.gpu_exchange import (
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.symmetric_memory import SymmetricSpace
 from moe_runtime.comm.transports import TransportName
-from moe_runtime.engine.config import EngineConfig
 from moe_runtime.engine.model_loader import ModelPlan
-from moe_runtime.eplb.placement import ExpertPlacement, contiguous_placement
 from moe_runtime.kernels.experts_triton import MAX_CAPACITY
 from moe_runtime.kernels.gpu_schedules import GpuSchedules
 from moe_runtime.layers.cuda_decoder import ExpertsMaker
@@ -35,28 +33,24 @@ logger = logging.getLogger(__name__)
 
 def make_gpu_experts(
     plan: ModelPlan,
-    engine_config: EngineConfig,
     group: RankGroup,
     transport: TransportName,
-    placement: ExpertPlacement,
     schedules: GpuSchedules,
 ) -> ExpertsMaker | None:
     """How the decoder makes its experts, given the most rows of a step; None where all are on this device.
 
     Args:
-        plan: The model.
-        engine_config: Settings.
+        plan: The model, and where its experts are.
         group: The expert-parallel group; making the experts is a collective.
         transport: What moves rows.
-        placement: Where the experts are.
         schedules: The device's table.
     """
+    first_expert = plan.placement.first_expert
     if transport == "loopback":
-        virtual = contiguous_placement(plan.config.num_experts, engine_config.loopback_ranks).first_expert
-        return lambda max_rows: _loopback(plan, schedules, virtual, max_rows)
+        return lambda max_rows: _loopback(plan, schedules, first_expert, max_rows)
     if group.size == 1:
         return None
-    return lambda max_rows: _spread(plan, group, transport, placement.first_expert, schedules, max_rows)
+    return lambda max_rows: _spread(plan, group, transport, first_expert, schedules, max_rows)
 
 
 def exchange_sizes(plan: ModelPlan, size: int, max_rows: int) -> ExchangeSizes:

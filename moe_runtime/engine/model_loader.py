@@ -7,7 +7,7 @@ import importlib.util
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from moe_runtime.comm.base import Dispatcher
 from moe_runtime.comm.collective import CollectiveDispatcher
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.loopback import LoopbackDispatcher
+from moe_runtime.comm.multiple_reduction import MultipleReduction, resolve_multiple_reduction
 from moe_runtime.comm.transports import TransportName
 from moe_runtime.engine.config import EngineConfig
 from moe_runtime.engine.expert_weights import is_local, make_moe
@@ -61,8 +62,10 @@ class ModelPlan:
         dtype: Model dtype in force.
         max_model_len: Context length in force, in tokens.
         device: Where it will run.
-        fingerprint: Digest of checkpoint, dtype, numerics version and device architecture: equal fingerprints mean
-            equal bits.
+        placement: Where the experts of every layer are, by EP rank; virtual ranks where the dispatcher is loopback.
+        multiple_reduction: Whether ranks pre-sum the slots that they hold, and why.
+        fingerprint: Digest of checkpoint, dtype, numerics version, device architecture and, where ranks pre-sum, of
+            the experts of each rank: equal fingerprints mean equal bits.
     """
 
     model_dir: Path
@@ -70,6 +73,8 @@ class ModelPlan:
     dtype: Dtype
     max_model_len: int
     device: torch.device
+    placement: ExpertPlacement
+    multiple_reduction: MultipleReduction
     fingerprint: str
 
     @property
@@ -93,12 +98,16 @@ class LoadedModel:
     audit: AuditReport
 
 
-def plan_model(engine_config: EngineConfig, group: RankGroup | None = None) -> ModelPlan:
-    """Read a model's configuration and file headers, and settle device, dtype and context length. Reads no weights.
+def plan_model(
+    engine_config: EngineConfig, group: RankGroup | None = None, *, placement: ExpertPlacement | None = None
+) -> ModelPlan:
+    """Read a model's configuration and file headers, and settle all that is known without weights. Reads no weights.
 
     Args:
         engine_config: Settings.
         group: The ranks; one by default.
+        placement: Where the experts of every layer are, on as many ranks as there will be, virtual ones included; by
+            default consecutive ids.
 
     Raises:
         CheckpointError: the checkpoint's configuration is missing or uses something not implemented, or a tensor is
@@ -117,14 +126,33 @@ def plan_model(engine_config: EngineConfig, group: RankGroup | None = None) -> M
     device = _device(engine_config, group)
     if device.type == "cuda":
         _check_gpu_model(config)
+    ep_size = 1 if group is None else group.size
+    if engine_config.dispatcher == "loopback":
+        ep_size = engine_config.loopback_ranks
+    placement = placement or contiguous_placement(config.num_experts, ep_size)
+    if placement.ep_size != ep_size:
+        raise ValueError(f"placement is for {placement.ep_size} ranks; must be for ep_size ({ep_size})")
+    # No setting moves experts yet, so the interval is 0.
+    multiple_reduction = resolve_multiple_reduction(
+        engine_config.invariance,
+        len(placement.physical_to_logical_map) - placement.num_logical_experts,
+        0,
+        ep_size=ep_size,
+        device_type=device.type,
+    )
     with _open(model_dir, dtype, engine_config, tensor_specs(config), device) as source:
         identity = f"{source.fingerprint()} {dtype} {NUMERICS_VERSION} {_architecture(device)}"
+    if multiple_reduction.enabled:
+        # The order of a rank's experts changes no bit: slots ascend.
+        identity += f" {[sorted(placement.local_logical_experts(rank)) for rank in range(ep_size)]}"
     return ModelPlan(
         model_dir=model_dir,
         config=config,
         dtype=dtype,
         max_model_len=max_model_len,
         device=device,
+        placement=placement,
+        multiple_reduction=multiple_reduction,
         fingerprint=hashlib.sha256(identity.encode()).hexdigest()[:16],
     )
 
@@ -135,7 +163,6 @@ def load_model(
     group: RankGroup,
     *,
     on_progress: Callable[[int, int], None] | None = None,
-    placement: ExpertPlacement | None = None,
     transport: TransportName = "collective",
 ) -> LoadedModel:
     """Read this rank's weights, pack them, and prove on this machine that their shapes are position invariant.
@@ -145,9 +172,8 @@ def load_model(
     Args:
         plan: From ``plan_model``.
         engine_config: Load format and seed.
-        group: The expert-parallel group; ranks need not be in step here.
+        group: The expert-parallel group, that of the plan; ranks need not be in step here.
         on_progress: Told (tensor elements done, in total).
-        placement: Where the experts of every layer are; by default consecutive ids.
         transport: What moves rows between GPUs.
 
     Raises:
@@ -156,18 +182,21 @@ def load_model(
         ValueError: the device cannot run the model.
     """
     if plan.device.type == "cuda":
-        return load_on_gpu(plan, engine_config, group, on_progress, placement=placement, transport=transport)
+        return load_on_gpu(plan, engine_config, group, on_progress, transport=transport)
     torch.set_num_threads(1)  # part of the CPU's schedule, in a caller's own program too
     config, dtype = plan.config, plan.torch_dtype
-    placement = placement or contiguous_placement(config.num_experts, group.size)
-    specs = tensor_specs(config)
-    wanted = [spec for spec in specs if is_local(spec, placement, group.rank)]
+    placement, presums = plan.placement, plan.multiple_reduction.enabled
     dispatcher: Dispatcher
     if engine_config.dispatcher == "loopback":
-        virtual = contiguous_placement(config.num_experts, engine_config.loopback_ranks)
-        dispatcher = LoopbackDispatcher(virtual.first_expert, config.num_experts_per_tok)
+        dispatcher = LoopbackDispatcher(placement.first_expert, config.num_experts_per_tok, presums=presums)
+        # This process holds the experts of all virtual ranks.
+        placement = replace(placement, first_expert=(0, placement.first_expert[-1]))
     else:
-        dispatcher = CollectiveDispatcher(group, placement.first_expert, config.num_experts_per_tok)
+        dispatcher = CollectiveDispatcher(
+            group, placement.first_expert, config.num_experts_per_tok, presums=presums
+        )
+    specs = tensor_specs(config)
+    wanted = [spec for spec in specs if is_local(spec, placement, group.rank)]
     with _open(plan.model_dir, plan.dtype, engine_config, specs, plan.device) as source:
         weights = _WeightReader(source, wanted, on_progress)
 
@@ -205,7 +234,6 @@ def load_on_gpu(
     group: RankGroup,
     on_progress: Callable[[int, int], None] | None = None,
     *,
-    placement: ExpertPlacement | None = None,
     transport: TransportName = "collective",
 ) -> LoadedModel:
     """``load_model`` of one rank on its GPU; on the CPU where Triton's interpreter is on.
@@ -215,7 +243,6 @@ def load_on_gpu(
         engine_config: Load format and seed.
         group: The expert-parallel group.
         on_progress: Told (tensor elements done, in total).
-        placement: Where the experts of every layer are; by default consecutive ids.
         transport: What moves rows between GPUs.
     """
     # All need Triton, which CPU machines may lack.
@@ -224,9 +251,12 @@ def load_on_gpu(
     from moe_runtime.layers.cuda_decoder import CudaDecoder
 
     schedules = load_schedules(plan.device, plan.torch_dtype, engine_config.audit_cache)
-    placement = placement or contiguous_placement(plan.config.num_experts, group.size)
-    specs = tensor_specs(plan.config)
-    wanted = [spec for spec in specs if is_local(spec, placement, group.rank)]
+    placement, specs = plan.placement, tensor_specs(plan.config)
+    local_experts: Sequence[int] | None = None
+    wanted = specs
+    if transport != "loopback":  # which holds the experts of all virtual ranks
+        local_experts = placement.local_logical_experts(group.rank)
+        wanted = [spec for spec in specs if is_local(spec, placement, group.rank)]
     with _open(plan.model_dir, plan.dtype, engine_config, specs, plan.device) as source:
         weights = _WeightReader(source, wanted, on_progress)
 
@@ -241,8 +271,8 @@ def load_on_gpu(
             engine_config.max_num_batched_tokens,
             plan.device,
             schedules,
-            placement.local_logical_experts(group.rank),
-            make_gpu_experts(plan, engine_config, group, transport, placement, schedules),
+            local_experts,
+            make_gpu_experts(plan, group, transport, schedules),
         )
         source.close(expected=wanted)
     audit = AuditReport()
