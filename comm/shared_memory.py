@@ -40,7 +40,7 @@ from moe_runtime.errors import PeerError
 if TYPE_CHECKING:
     from moe_runtime.comm.groups import RankGroup
 
-__all__ = ["SharedMemoryLinks", "connect_shared_memory"]
+__all__ = ["SharedMemoryLinks", "connect_shared_memory", "host_id"]
 
 CONNECT_TIMEOUT_S = 30.0
 FIRST_CAPACITY = 1 << 16  # bytes of a half
@@ -274,7 +274,7 @@ def connect_shared_memory(
             listener.listen(group.size)
         except OSError as error:
             reason = f"rank {group.rank} cannot listen: {error.strerror}"
-        hosts = group.all_gather_bytes(_host())
+        hosts = group.all_gather_bytes(host_id())
         addresses = [data.decode() for data in group.all_gather_bytes(b"" if reason else address.encode())]
         if len(set(hosts)) > 1:
             reason = "the ranks are on several hosts"
@@ -297,6 +297,14 @@ def connect_shared_memory(
     if links is not None:
         links.close()
     return failed
+
+
+def host_id() -> bytes:
+    """Equal on ranks that share a kernel."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    except OSError:
+        return socket.gethostname().encode()
 
 
 def _connect_all(
@@ -332,14 +340,6 @@ def _greeting(link: socket.socket) -> tuple[int, NDArray[np.uint64]]:
     counter = _map_pulse(descriptor)
     os.close(descriptor)
     return int(peer), counter
-
-
-def _host() -> bytes:
-    """Equal on ranks that share a kernel."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_bytes()
-    except OSError:
-        return socket.gethostname().encode()
 
 
 def _row_bytes(rows: torch.Tensor) -> NDArray[np.uint8]:
