@@ -16,7 +16,12 @@ from __future__ import annotations
 import torch
 
 from moe_runtime.comm.symmetric_memory import SymmetricSpace, carved_bytes
-from moe_runtime.kernels.all_reduce_triton import all_reduce_exchange, all_reduce_one_shot, prefers_one_shot
+from moe_runtime.kernels.all_reduce_triton import (
+    AllReduceSchedule,
+    all_reduce_exchange,
+    all_reduce_one_shot,
+    prefers_one_shot,
+)
 from moe_runtime.kernels.peer_flags_triton import PeerFlags, peer_barrier
 
 __all__ = ["SymmetricAllReduce"]
@@ -85,6 +90,7 @@ class SymmetricAllReduce:
         *shape: int,
         residual: torch.Tensor | None = None,
         one_shot: bool | None = None,
+        schedule: AllReduceSchedule | None = None,
         pause_ns: torch.Tensor | None = None,
         pdl: bool = False,
     ) -> torch.Tensor:
@@ -94,6 +100,7 @@ class SymmetricAllReduce:
             shape: Of the part.
             residual: The sum's dtype, the same values on every rank; added to the rounded sum.
             one_shot: The form; None: by size. Changes no bit.
+            schedule: Instead of the usual one. Changes no bit.
             pause_ns: For race tests, see ``all_reduce_one_shot``.
             pdl: Dependent launch.
 
@@ -108,10 +115,12 @@ class SymmetricAllReduce:
             one_shot = prefers_one_shot(part.numel() * part.element_size(), self.flags.size)
         where = (part, self._parts[which].offsets, self.flags, channel, result)
         if one_shot:
-            all_reduce_one_shot(*where, residual=residual, pause_ns=pause_ns, pdl=pdl)
+            all_reduce_one_shot(*where, residual=residual, pause_ns=pause_ns, schedule=schedule, pdl=pdl)
         else:
             offsets = self._results[which].offsets
-            all_reduce_exchange(*where, offsets, residual=residual, pause_ns=pause_ns, pdl=pdl)
+            all_reduce_exchange(
+                *where, offsets, residual=residual, pause_ns=pause_ns, schedule=schedule, pdl=pdl
+            )
         self._num_calls += 1
         return result
 

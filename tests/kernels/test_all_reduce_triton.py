@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from tests.kernels.triton_interpreter import DEVICE  # isort: skip
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -161,6 +164,53 @@ def test_more_ranks_than_the_tree_is_written_for_are_refused():
     flags = PeerFlags(words=step, offsets=offsets, step=step, rank=0, size=17)
     with pytest.raises(ValueError, match=r"size \(17\) must be at most 16"):
         all_reduce_one_shot(part, offsets, flags, 0, torch.zeros_like(part))
+
+
+COMPILE = """
+import re, sys, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from moe_runtime.kernels import all_reduce_triton
+
+for name, size, dtype in [("_one_shot", 2, "fp32"), ("_one_shot", 8, "bf16"), ("_fold_slice", 8, "bf16")]:
+    kernel = getattr(all_reduce_triton, name)
+    types = dict.fromkeys(["part", "out", "residual"], "*" + dtype)
+    types |= dict.fromkeys(["part_offsets", "out_offsets", "word_offsets"], "*i64")
+    types |= dict.fromkeys(["words", "step", "pause_ns"], "*i32")
+    types |= dict.fromkeys(["channel", "num_pauses", "first", "end"], "i32")
+    constants = dict(RANK=1, SIZE=size, RESIDUAL=True, PAUSE=True, BLOCK=2048, SPIN=True, PDL=True)
+    place = {argument: (i,) for i, argument in enumerate(kernel.arg_names)}
+    aligned = [n for n, type_ in types.items() if type_[0] == "*" or n in ("first", "end")]
+    source = ASTSource(
+        fn=kernel,
+        signature={n: types.get(n, "constexpr") for n in kernel.arg_names},
+        constexprs={place[n]: value for n, value in constants.items()},
+        attrs={place[n]: [["tt.divisibility", 16]] for n in aligned},
+    )
+    options = dict(num_warps=4, num_stages=1, enable_fp_fusion=False, launch_pdl=True)
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    accesses = re.findall(r"\\b((?:ld|st)\\.(?:global|release|acquire)[.\\w]*)", ptx)
+    print(name, size, dtype, *accesses)
+"""
+
+
+def test_compiled_for_hopper_elements_travel_in_vectors_and_flags_with_order():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", COMPILE], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert len(lines) == 3
+    for name, size, dtype, *accesses in lines:
+        per_copy = 2048 // 128 * DTYPES[dtype].itemsize // 16  # vectors of a thread
+        num_stores = int(size) if name == "_fold_slice" else 1
+        assert accesses.count("ld.global.v4.b32") == (int(size) + 1) * per_copy, (name, accesses)
+        assert accesses.count("st.global.v4.b32") == num_stores * per_copy, (name, accesses)
+        assert accesses.count("st.release.sys.global.b32") == 1, "one fence for all peers"
+        assert accesses.count("ld.acquire.sys.global.b32") == 1
+        elements = [a for a in accesses if a in ("ld.global.b16", "st.global.b16", "st.global.b32")]
+        assert elements == []
 
 
 def test_metadata_counts_parts_and_stores():
