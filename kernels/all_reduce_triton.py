@@ -235,7 +235,7 @@ def _copies(tensor, offsets, SIZE: tl.constexpr):  # type: ignore[no-untyped-def
     """Pointers to every rank's copy."""
     copies = ()
     for rank in tl.static_range(SIZE):
-        copies = copies + (tensor + tl.multiple_of(tl.load(offsets + rank), 16),)  # noqa: RUF005
+        copies = copies + (tensor + tl.multiple_of(tl.load(offsets + rank), 16),)  # type: ignore[assignment]  # noqa: RUF005
     return copies
 
 
