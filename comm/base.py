@@ -1,7 +1,8 @@
 """The dispatcher interface: tokens to the ranks that hold their experts, rows back to each token's home rank.
 
 Numerics: a dispatcher moves bits and adds nothing. Every (token, slot) row comes back unreduced, so the sum at the home
-rank (kernels/combine.py) has one tree whatever the EP size, the placement or the transport.
+rank (kernels/combine.py) has one tree whatever the EP size, the placement or the transport. A transport that hands out
+sums only is a ``SummingDispatcher``; it evaluates the same tree and proves it when it starts (comm/sum_check.py).
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from dataclasses import dataclass
 import torch
 
 from moe_runtime.comm.layout import DispatchLayout, ExpertPairs
+from moe_runtime.kernels.combine import combine_slots
 
-__all__ = ["Dispatcher", "ReceivedRows"]
+__all__ = ["Dispatcher", "ReceivedRows", "SummingDispatcher"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,19 +27,22 @@ class ReceivedRows:
         x_ep_local: ``[num_rows, hidden]`` in the model dtype, received rows (padding rows included, never read).
         pairs: The (row, local expert) pairs to compute.
         weights: ``[num_pairs]`` float32 routing weights of the pairs.
-        layout: The rank's own tokens' layout, for the way back.
+        layout: The rank's own tokens' layout, for the way back; None where the transport keeps its own.
         tokens_per_rank: Tokens of every rank in this step.
     """
 
     x_ep_local: torch.Tensor
     pairs: ExpertPairs
     weights: torch.Tensor
-    layout: DispatchLayout
+    layout: DispatchLayout | None
     tokens_per_rank: Sequence[int]
 
 
-class Dispatcher(ABC):
-    """Moves token rows to experts and back. Every rank calls both methods for every layer, with zero tokens too."""
+class SummingDispatcher(ABC):
+    """Moves token rows to experts and the sums of their outputs back.
+
+    For every layer every rank calls ``dispatch`` and then ``combine_sum``, with zero tokens too.
+    """
 
     @abstractmethod
     def dispatch(
@@ -57,6 +62,19 @@ class Dispatcher(ABC):
         """
 
     @abstractmethod
+    def combine_sum(self, rows_ep_local: torch.Tensor, received: ReceivedRows) -> torch.Tensor:
+        """Bring weighted expert rows home and add them, rounded once: ``[T, hidden]`` in the model dtype.
+
+        Args:
+            rows_ep_local: ``[num_pairs, hidden]`` in the model dtype, in the order of ``received.pairs``.
+            received: From ``dispatch``.
+        """
+
+
+class Dispatcher(SummingDispatcher):
+    """One that can hand out the rows themselves: ``combine`` may be called in place of ``combine_sum``."""
+
+    @abstractmethod
     def combine(self, rows_ep_local: torch.Tensor, received: ReceivedRows) -> torch.Tensor:
         """Bring weighted expert rows home.
 
@@ -67,3 +85,7 @@ class Dispatcher(ABC):
         Returns:
             ``[T, K, hidden]`` in the model dtype: each token's rows by slot, zero for masked slots.
         """
+
+    def combine_sum(self, rows_ep_local: torch.Tensor, received: ReceivedRows) -> torch.Tensor:
+        """See ``SummingDispatcher.combine_sum``."""
+        return combine_slots(self.combine(rows_ep_local, received))

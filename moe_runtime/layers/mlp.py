@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from moe_runtime.comm.base import Dispatcher
+from moe_runtime.comm.base import SummingDispatcher
 from moe_runtime.kernels.activation import swiglu
-from moe_runtime.kernels.combine import combine_slots
 from moe_runtime.kernels.gemm import PARTS, linear, pack_weight
 from moe_runtime.kernels.grouped_gemm import PackedExpert, expert_rows
 from moe_runtime.kernels.router import route, router_logits
@@ -53,7 +52,7 @@ class MoE:
         router: torch.Tensor,
         experts: Sequence[PackedExpert],
         logical_to_physical: torch.Tensor,
-        dispatcher: Dispatcher,
+        dispatcher: SummingDispatcher,
         num_topk: int,
         norm_topk_prob: bool,
     ) -> None:
@@ -84,4 +83,4 @@ class MoE:
             received.weights,
             self.experts,
         )
-        return combine_slots(self.dispatcher.combine(rows, received)), topk_idx
+        return self.dispatcher.combine_sum(rows, received), topk_idx
