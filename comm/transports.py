@@ -8,12 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from moe_runtime.comm.deepep import import_deep_ep
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.shared_memory import connect_shared_memory
 
 __all__ = ["DispatcherName", "Transport", "open_transport"]
 
-DispatcherName = Literal["auto", "collective", "symmetric", "loopback"]
+DispatcherName = Literal["auto", "collective", "symmetric", "loopback", "deepep"]
 
 EXCHANGE_TIMEOUT_S = 300.0
 """Of an exchange: a rank may be this much later than the others, in a step or while it captures or compiles."""
@@ -23,25 +24,36 @@ EXCHANGE_TIMEOUT_S = 300.0
 class Transport:
     """The resolved setting, the reason for it, and the group that uses it."""
 
-    name: Literal["collective", "symmetric", "loopback"]
+    name: Literal["collective", "symmetric", "loopback", "deepep"]
     reason: str
     group: RankGroup
 
 
 def open_transport(
-    group: RankGroup, wanted: DispatcherName, *, timeout_s: float = EXCHANGE_TIMEOUT_S
+    group: RankGroup,
+    wanted: DispatcherName,
+    *,
+    device_type: str = "cpu",
+    timeout_s: float = EXCHANGE_TIMEOUT_S,
 ) -> Transport:
     """Set up the transport asked for; a collective, with one outcome on all ranks.
 
     Args:
-        group: CPU ranks, joined through torch.distributed.
+        group: Ranks joined through torch.distributed on the CPU.
         wanted: ``collective``: torch.distributed; ``symmetric``: shared memory of one host; ``auto``: the second where
-            it can be, else the first; ``loopback``: one process that plays several ranks.
+            it can be, else the first; ``loopback``: one process that plays several ranks; ``deepep``: GPU ranks through
+            DeepEP, whose dispatcher comm/deepep.py opens.
+        device_type: ``cpu`` or ``cuda``, where the rows are.
         timeout_s: How long an exchange waits for a rank.
 
     Raises:
-        ValueError: ``symmetric`` or ``loopback`` cannot be here; names the reason.
+        ValueError: the transport asked for cannot be here; names the reason.
     """
+    if wanted == "deepep" and device_type != "cuda":
+        raise ValueError(
+            f"dispatcher (deepep) must be auto, collective, symmetric or loopback with device {device_type}: DeepEP "
+            "moves rows between GPUs only"
+        )
     if wanted == "loopback":
         if group.size > 1:
             raise ValueError(
@@ -52,6 +64,8 @@ def open_transport(
         return Transport("collective", "one rank: nothing travels", group)
     if wanted == "collective":
         return Transport("collective", "asked for", group)
+    if wanted == "deepep":
+        return Transport("deepep", f"asked for; deep_ep {_deep_ep_version(group)}", group)
     links = connect_shared_memory(group, timeout_s)
     if not isinstance(links, str):
         reason = "asked for" if wanted == "symmetric" else "all ranks share a host's memory"
@@ -59,3 +73,16 @@ def open_transport(
     if wanted == "symmetric":
         raise ValueError(f"dispatcher (symmetric) must be collective or auto here: {links}")
     return Transport("collective", links, group)
+
+
+def _deep_ep_version(group: RankGroup) -> str:
+    """Import deep_ep on every rank; one outcome on all of them."""
+    fault, version = "", "of unknown version"
+    try:
+        version = getattr(import_deep_ep(), "__version__", version)
+    except ValueError as error:
+        fault = str(error)
+    for rank, data in enumerate(group.all_gather_bytes(fault.encode())):
+        if data:
+            raise ValueError(f"rank {rank}: {data.decode()}")
+    return version

@@ -84,7 +84,7 @@ def main(args: Sequence[str] | None = None) -> int:
             close_ranks(group)
             return EXIT_USAGE
         try:
-            transport = open_transport(group, config.engine.dispatcher)
+            transport = open_transport(group, config.engine.dispatcher, device_type=plan.device.type)
         except ValueError as error:
             logger.error("%s", error)  # on every rank alike
             close_ranks(group)

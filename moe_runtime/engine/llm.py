@@ -83,7 +83,7 @@ class LLM:
         self.config = msgspec.convert({"model": model, **options}, EngineConfig)
         self.group = group or RankGroup()
         plan = plan_model(self.config, self.group)
-        self.transport = open_transport(self.group, self.config.dispatcher)
+        self.transport = open_transport(self.group, self.config.dispatcher, device_type=plan.device.type)
         self.group = self.transport.group
         deployment = plan_deployment(plan, self.config)  # on a GPU, from what is free before the weights
         self.model: LoadedModel = load_model(plan, self.config, self.group, on_progress=on_progress)
