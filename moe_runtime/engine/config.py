@@ -30,7 +30,7 @@ class EngineConfig:
             folder.
         dispatcher: What moves rows between ranks: ``collective`` (torch.distributed), ``symmetric`` (shared memory of
             one host), or ``auto``, the second where all ranks can; ``loopback``: this one process plays
-            ``loopback_ranks`` ranks, on the CPU. The same bits by each.
+            ``loopback_ranks`` ranks, on the CPU; ``deepep``: DeepEP, between GPUs only. The same bits by each.
         loopback_ranks: Virtual ranks of the loopback dispatcher.
         invariance: ``topology``: a request's bits depend on nothing but the request, on any number of ranks.
             ``batch``: the same for one fixed deployment. Several CPU ranks then pre-sum the slots that each holds, so
@@ -49,7 +49,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     enforce_eager: bool = False
     audit_cache: str | None = None
-    dispatcher: Literal["auto", "collective", "symmetric", "loopback"] = "auto"
+    dispatcher: Literal["auto", "collective", "symmetric", "loopback", "deepep"] = "auto"
     loopback_ranks: int = 8
     invariance: Literal["topology", "batch"] = "topology"
     seed: int | None = None
