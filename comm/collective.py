@@ -115,6 +115,7 @@ class CollectiveDispatcher(Dispatcher):
         # A partial row stands where its token's row stood when it came.
         send = presum_slots(rows_ep_local, received.pairs.row, sum(send_splits))
         recv = self.group.exchange(send, send_splits, recv_splits)
+        assert received.layout is not None, "received comes from this dispatcher"
         return_row = partial_return_row(received.layout, self.first_expert)
         if num_tokens == 0:
             return rows_ep_local.new_empty(0, rows_ep_local.shape[1])

@@ -21,7 +21,7 @@ import torch
 
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.symmetric_memory import SymmetricSpace, carved_bytes
-from moe_runtime.kernels.dispatch_triton import RowHomes, TokenTable, dispatch_rows
+from moe_runtime.kernels.dispatch_triton import RowHomes, TableSlice, TokenTable, dispatch_rows
 from moe_runtime.kernels.norm_triton import RowSources
 from moe_runtime.kernels.peer_flags_triton import PeerFlags, count_step
 
@@ -144,8 +144,8 @@ class GpuExchange(ABC):
         """
 
     @abstractmethod
-    def targets(self, shape: StepShape, first: int, count: int) -> tuple[torch.Tensor, RowHomes | None]:
-        """Where ``down`` writes the pairs of positions ``first`` to ``first + count``."""
+    def targets(self, shape: StepShape, piece: TableSlice) -> tuple[torch.Tensor, RowHomes]:
+        """Where ``down`` writes the pairs of a slice of the table."""
 
     @abstractmethod
     def collect(self, shape: StepShape) -> tuple[torch.Tensor, RowSources | None]:
@@ -228,11 +228,10 @@ class SymmetricExchange(GpuExchange):
         )
         return table
 
-    def targets(self, shape: StepShape, first: int, count: int) -> tuple[torch.Tensor, RowHomes | None]:
+    def targets(self, shape: StepShape, piece: TableSlice) -> tuple[torch.Tensor, RowHomes]:
         """The own slot rows and the way to all others."""
         rows = self._buffers["rows"]
-        homes = RowHomes(offsets=rows.offsets, capacity=shape.capacity, first_position=first)
-        return rows.local[: shape.capacity], homes
+        return rows.local[: shape.capacity], RowHomes(offsets=rows.offsets, slice=piece)
 
     def collect(self, shape: StepShape) -> tuple[torch.Tensor, RowSources | None]:
         """The own slot rows."""
@@ -270,6 +269,7 @@ class CollectiveExchange(GpuExchange):
             sizes.size * sizes.max_rows, sizes.num_topk, sizes.hidden, dtype=sizes.dtype, device=device
         )
         self._no_offsets = torch.zeros(self.size, dtype=torch.int64, device=device)
+        self._ranks = torch.arange(self.size, dtype=torch.int64, device=device)
 
     def own_rows(self, shape: StepShape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Buffers of their own."""
@@ -302,9 +302,10 @@ class CollectiveExchange(GpuExchange):
             rank=self.rank,
         )
 
-    def targets(self, shape: StepShape, first: int, count: int) -> tuple[torch.Tensor, RowHomes | None]:
+    def targets(self, shape: StepShape, piece: TableSlice) -> tuple[torch.Tensor, RowHomes]:
         """By position, to be sent afterwards."""
-        return self._rows[first : first + count], None
+        per_rank = shape.capacity * self._rows.shape[1] * self._rows.shape[2]
+        return self._rows[: self.size * shape.capacity], RowHomes(offsets=self._ranks * per_rank, slice=piece)
 
     def collect(self, shape: StepShape) -> tuple[torch.Tensor, RowSources | None]:
         """Every rank sends each home all slots of its tokens; those of experts elsewhere hold anything."""

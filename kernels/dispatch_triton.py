@@ -30,12 +30,14 @@ from moe_runtime.kernels.triton_launch import INTERPRETED, launch_options, tenso
 
 __all__ = [
     "RowHomes",
+    "TableSlice",
     "TokenTable",
     "dispatch_rows",
     "dispatch_rows_reference",
     "home_offset",
     "local_slots",
     "local_slots_reference",
+    "table_row",
 ]
 
 MAX_POSITIONS = 256
@@ -70,18 +72,39 @@ class TokenTable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TableSlice:
+    """The tokens ``first_token`` to ``first_token + num_tokens`` of every rank: rank by rank, the rows of a kernel that
+    works through the table piece by piece. All ranks' tokens are in each piece, so that rows for all homes leave at the
+    same time.
+
+    Attributes:
+        num_tokens: Of each rank.
+        capacity: C.
+        first_token: First of them.
+    """
+
+    num_tokens: int
+    capacity: int
+    first_token: int = 0
+
+    def of(self, table: torch.Tensor) -> torch.Tensor:
+        """Its rows of a table ``[W * C, ...]``, copied where they are not one run."""
+        by_rank = table.view(-1, self.capacity, *table.shape[1:])
+        piece = by_rank[:, self.first_token : self.first_token + self.num_tokens]
+        return piece.contiguous().view(-1, *table.shape[1:])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RowHomes:
-    """Where the expert row of a (position, slot) pair goes: ``[token, slot]`` of its home rank.
+    """Where the expert row of a (token, slot) pair of a slice goes: ``[token, slot]`` of its home rank.
 
     Attributes:
         offsets: ``[W]`` int64, elements from the own slot rows ``[C, K, H]`` to each rank's.
-        capacity: C.
-        first_position: Position of the first row of ``ids``, where a kernel works through a slice of the table.
+        slice: Which tokens.
     """
 
     offsets: torch.Tensor
-    capacity: int
-    first_position: int = 0
+    slice: TableSlice
 
 
 def dispatch_rows(
@@ -215,13 +238,20 @@ def local_slots_reference(
 
 @triton.jit
 def home_offset(  # type: ignore[no-untyped-def]
-    pair, home_offsets, capacity, first_position, K: tl.constexpr, H: tl.constexpr
+    pair, home_offsets, num_tokens, first_token, K: tl.constexpr, H: tl.constexpr
 ):
     """int64 elements from the own slot rows to the home of each pair ``[BM]`` of a slice."""
-    position = first_position + pair // K
-    home = position // capacity
+    row = pair // K
+    home = row // num_tokens
     base = tl.multiple_of(tl.load(home_offsets + home), 16)
-    return base + ((position - home * capacity) * K + pair % K).to(tl.int64) * H
+    return base + ((first_token + row - home * num_tokens) * K + pair % K).to(tl.int64) * H
+
+
+@triton.jit
+def table_row(row, num_tokens, capacity, first_token):  # type: ignore[no-untyped-def]
+    """Row of the table that a row of a slice is."""
+    home = row // num_tokens
+    return home * capacity + first_token + row - home * num_tokens
 
 
 def _dispatch_metadata(grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:

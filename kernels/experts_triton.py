@@ -241,8 +241,8 @@ def down(
             weights,
             rows,
         ),
-        *(ids if homes is None else homes.offsets, 1 if homes is None else homes.capacity),
-        *(0 if homes is None else homes.first_position, expert_offset, slot_table.shape[1], hidden, width),
+        *(ids if homes is None else homes.offsets, 1 if homes is None else homes.slice.num_tokens),
+        *(0 if homes is None else homes.slice.first_token, expert_offset, slot_table.shape[1], hidden, width),
         HOMES=homes is not None,
         **_options(schedule, num_experts, num_topk, slot_table.shape[1], pdl),
     )
@@ -378,11 +378,11 @@ def _gate_up(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(
-    do_not_specialize=["home_capacity", "first_position", "offset", "capacity"],
+    do_not_specialize=["home_tokens", "first_token", "offset", "capacity"],
     launch_metadata=expert_metadata,
 )
 def _down(  # type: ignore[no-untyped-def]
-    mid, w, slot_table, ids, weights, rows, home_offsets, home_capacity, first_position, offset, capacity,
+    mid, w, slot_table, ids, weights, rows, home_offsets, home_tokens, first_token, offset, capacity,
     H: tl.constexpr, W: tl.constexpr, HOMES: tl.constexpr, E: tl.constexpr, K: tl.constexpr, CAP: tl.constexpr,
     PER_SLOT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr,
     TMA: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
@@ -414,6 +414,6 @@ def _down(  # type: ignore[no-untyped-def]
         if SWAP:
             acc = tl.trans(acc)
         out = weighted_rounded(acc, weight[:, None], rows.dtype.element_ty)
-        at = home_offset(pair, home_offsets, home_capacity, first_position, K, H) if HOMES else pair * H
+        at = home_offset(pair, home_offsets, home_tokens, first_token, K, H) if HOMES else pair * H
         tl.store(rows + at[:, None] + columns[None, :], out, mask=live[:, None] & (columns < H)[None, :])
         first += BM

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moe_runtime.kernels.dispatch_triton import RowHomes, home_offset
+from moe_runtime.kernels.dispatch_triton import RowHomes, TableSlice, home_offset, table_row
 from moe_runtime.kernels.expert_tile_triton import (
     chain,
     gather_rows,
@@ -128,6 +128,7 @@ def gate_up_grouped(
     tiles: ExpertTiles,
     mid: torch.Tensor,
     *,
+    source: TableSlice | None = None,
     gathered: torch.Tensor | None = None,
     schedule: GroupedSchedule | None = None,
     pdl: bool = False,
@@ -135,11 +136,12 @@ def gate_up_grouped(
     """``mid[row] = silu(gate) * up`` in expert-major order. No host sync.
 
     Args:
-        h: ``[M, H]`` in the model dtype.
+        h: ``[M, H]`` in the model dtype; with ``source`` a whole table.
         w13: ``[E, 2 I, H]``: the gate's output features first.
         order: Of the M * K pairs over the E local experts.
         tiles: Of ``order``, with ``schedule.row_tile`` rows.
         mid: ``[M * K, I]`` out, expert-major; rows of pairs without a local expert are not defined.
+        source: Where given, row i of M is that of the slice, in the table ``h``.
         gathered: ``[M * K, H]`` scratch of the kinds ``tma`` and ``vendor``; allocated if None.
         schedule: Default by rows per expert.
         pdl: Dependent launch.
@@ -152,7 +154,10 @@ def gate_up_grouped(
     rows = h
     if schedule.kind != "pointer":
         rows = gather_rows(
-            h, order, h.new_empty(num_pairs, hidden) if gathered is None else gathered, pdl=pdl
+            h if source is None else source.of(h),
+            order,
+            h.new_empty(num_pairs, hidden) if gathered is None else gathered,
+            pdl=pdl,
         )
     if schedule.kind == "vendor":
         both = torch._grouped_mm(rows, w13.transpose(1, 2), offs=order.first_row[1:])
@@ -169,7 +174,9 @@ def gate_up_grouped(
             mid,
         ),
         *(tiles.expert, tiles.first_row, tiles.end_row, tiles.num_tiles),
-        K=num_pairs // h.shape[0],
+        *(1, 1, 0) if source is None else (source.num_tokens, source.capacity, source.first_token),
+        SLICE=source is not None,
+        K=order.num_topk,
         **_options(schedule, hidden, width, pdl),
     )
 
@@ -206,8 +213,8 @@ def down_grouped(
     schedule = _checked(schedule or _default("down", mid, num_pairs, num_experts), mid, tiles)
     to: dict[str, Any] = {
         "home_offsets": order.pair if homes is None else homes.offsets,
-        "home_capacity": 1 if homes is None else homes.capacity,
-        "first_position": 0 if homes is None else homes.first_position,
+        "home_tokens": 1 if homes is None else homes.slice.num_tokens,
+        "first_token": 0 if homes is None else homes.slice.first_token,
         "HOMES": homes is not None,
         "K": weights.shape[1],
     }
@@ -318,10 +325,10 @@ def _swiglu_rows(both, mid, first_row, W: tl.constexpr, E: tl.constexpr, BLOCK: 
     tl.store(mid + r * W + c, swiglu_rounded(gate, up, mid.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["home_capacity", "first_position"], launch_metadata=tensors_cost("plain"))
+@triton.jit(do_not_specialize=["home_tokens", "first_token"], launch_metadata=tensors_cost("plain"))
 def _weight_rows(  # type: ignore[no-untyped-def]
-    plain, rows, order, weights, first_row, H: tl.constexpr, E: tl.constexpr, home_offsets, home_capacity,
-    first_position, K: tl.constexpr, HOMES: tl.constexpr, BLOCK: tl.constexpr,
+    plain, rows, order, weights, first_row, H: tl.constexpr, E: tl.constexpr, home_offsets, home_tokens,
+    first_token, K: tl.constexpr, HOMES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Weight one expert-major row and write it to its pair."""
     r = tl.program_id(0).to(tl.int64)
@@ -331,15 +338,16 @@ def _weight_rows(  # type: ignore[no-untyped-def]
     weight = tl.load(weights + pair, mask=live, other=0.0)
     mask = (c < H) & live
     x = tl.load(plain + r * H + c, mask=mask, other=0.0).to(tl.float32)
-    at = home_offset(pair, home_offsets, home_capacity, first_position, K, H) if HOMES else pair * H
+    at = home_offset(pair, home_offsets, home_tokens, first_token, K, H) if HOMES else pair * H
     tl.store(rows + at + c, weighted_rounded(x, weight, rows.dtype.element_ty), mask=mask)
 
 
-@triton.jit(launch_metadata=expert_metadata)
+@triton.jit(do_not_specialize=["slice_tokens", "capacity", "first_token"], launch_metadata=expert_metadata)
 def _gate_up(  # type: ignore[no-untyped-def]
-    x, w, order, mid, tile_expert, tile_first, tile_end, num_tiles, H: tl.constexpr, W: tl.constexpr, K: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, X_TMA: tl.constexpr,
-    W_TMA: tl.constexpr, FLAT: tl.constexpr, PDL: tl.constexpr,
+    x, w, order, mid, tile_expert, tile_first, tile_end, num_tiles, slice_tokens, capacity, first_token,
+    SLICE: tl.constexpr, H: tl.constexpr, W: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, SWAP: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr, FLAT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Persistent over (row tile, column tile), columns fastest, so that an expert's weights stay in L2."""
     wait_for_previous(PDL)
@@ -353,6 +361,8 @@ def _gate_up(  # type: ignore[no-untyped-def]
         r = first + tl.arange(0, BM)
         live = r < tl.load(tile_end + m)
         token = r if X_TMA else tl.load(order + r, mask=live, other=0) // K
+        if SLICE and not X_TMA:
+            token = table_row(token, slice_tokens, capacity, first_token)
         gate = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
         up = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
         for k in range(0, H, BK):
@@ -367,10 +377,10 @@ def _gate_up(  # type: ignore[no-untyped-def]
         tl.store(at, out, mask=live[:, None] & (c < W)[None, :])
 
 
-@triton.jit(do_not_specialize=["home_capacity", "first_position"], launch_metadata=expert_metadata)
+@triton.jit(do_not_specialize=["home_tokens", "first_token"], launch_metadata=expert_metadata)
 def _down(  # type: ignore[no-untyped-def]
-    x, w, order, weights, rows, tile_expert, tile_first, tile_end, num_tiles, home_offsets, home_capacity,
-    first_position, HOMES: tl.constexpr, K: tl.constexpr, H: tl.constexpr, W: tl.constexpr, BM: tl.constexpr,
+    x, w, order, weights, rows, tile_expert, tile_first, tile_end, num_tiles, home_offsets, home_tokens,
+    first_token, HOMES: tl.constexpr, K: tl.constexpr, H: tl.constexpr, W: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr,
     FLAT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -395,5 +405,5 @@ def _down(  # type: ignore[no-untyped-def]
         weight = tl.load(weights + pair, mask=live, other=0.0)
         out = weighted_rounded(acc, weight[:, None], rows.dtype.element_ty)
         c = n + tl.arange(0, BN)
-        at = home_offset(pair, home_offsets, home_capacity, first_position, K, H) if HOMES else pair * H
+        at = home_offset(pair, home_offsets, home_tokens, first_token, K, H) if HOMES else pair * H
         tl.store(rows + at[:, None] + c[None, :], out, mask=live[:, None] & (c < H)[None, :])

@@ -73,10 +73,12 @@ class ExpertOrder:
     Attributes:
         pair: ``[M * K]`` int32; pairs without a local expert come last.
         first_row: ``[num_experts + 1]`` int32, exclusive prefix sums of the experts' row counts.
+        num_topk: K.
     """
 
     pair: torch.Tensor
     first_row: torch.Tensor
+    num_topk: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,7 +223,7 @@ def expert_order(
     _place[(num_blocks,)](
         ids, counts, totals, pair, first_row, num_pairs, num_blocks, expert_offset, **shape, **options
     )
-    return ExpertOrder(pair=pair, first_row=first_row)
+    return ExpertOrder(pair=pair, first_row=first_row, num_topk=ids.shape[1])
 
 
 def expert_order_reference(ids: torch.Tensor, num_experts: int, *, expert_offset: int = 0) -> ExpertOrder:
@@ -230,7 +232,8 @@ def expert_order_reference(ids: torch.Tensor, num_experts: int, *, expert_offset
     local = torch.where((ids.reshape(-1) >= 0) & (local >= 0) & (local < num_experts), local, num_experts)
     counts = torch.bincount(local, minlength=num_experts + 1)[:num_experts]
     first_row = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    return ExpertOrder(pair=torch.sort(local, stable=True).indices.int(), first_row=first_row.int())
+    pair = torch.sort(local, stable=True).indices.int()
+    return ExpertOrder(pair=pair, first_row=first_row.int(), num_topk=ids.shape[1])
 
 
 def expert_tiles(

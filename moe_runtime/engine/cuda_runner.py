@@ -419,7 +419,7 @@ class _Event:
             self._event.synchronize()
             return
         start_s = check_s = time.monotonic()
-        while not self._event.query():
+        while not self._event.query():  # type: ignore[no-untyped-call]
             now_s = time.monotonic()
             if now_s - check_s >= CHECK_S:
                 check()

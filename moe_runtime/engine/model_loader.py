@@ -253,7 +253,7 @@ def load_on_gpu(
     schedules = load_schedules(plan.device, plan.torch_dtype, engine_config.audit_cache)
     placement, specs = plan.placement, tensor_specs(plan.config)
     local_experts: Sequence[int] | None = None
-    wanted = specs
+    wanted: Sequence[TensorSpec] = specs
     if transport != "loopback":  # which holds the experts of all virtual ranks
         local_experts = placement.local_logical_experts(group.rank)
         wanted = [spec for spec in specs if is_local(spec, placement, group.rank)]

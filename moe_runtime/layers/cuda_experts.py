@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moe_runtime.comm.gpu_exchange import StepShape
-from moe_runtime.kernels.dispatch_triton import RowHomes
+from moe_runtime.kernels.dispatch_triton import RowHomes, TableSlice
 from moe_runtime.kernels.experts_triton import MAX_CAPACITY, ExpertSchedules, down, gate_up
 from moe_runtime.kernels.gpu_schedules import GpuSchedules
 from moe_runtime.kernels.grouped_experts_triton import down_grouped, gate_up_grouped
@@ -202,8 +202,9 @@ class ExpertScratch:
         gathered: torch.Tensor,
         expert_offset: int,
         pdl: bool,
+        source: TableSlice | None = None,
     ) -> None:
-        """Up to ``slice_positions``, in expert-major order."""
+        """Up to ``slice_positions``, in expert-major order; with ``source`` x is the table that they are a slice of."""
         config, num_pairs, num_experts = self.config, ids.numel(), weights.w13.shape[0]
         if num_experts == 0:
             return
@@ -218,8 +219,9 @@ class ExpertScratch:
         tiles = expert_tiles(order.first_row, tile_rows, max_tiles, pdl=pdl)
         mid = self.mid[:num_pairs]
         gate_up_grouped(
-            x, weights.w13, order, tiles, mid, gathered=gathered, schedule=schedules.gate_up, pdl=pdl
-        )
+            x, weights.w13, order, tiles, mid,
+            source=source, gathered=gathered, schedule=schedules.gate_up, pdl=pdl,
+        )  # fmt: skip
         down_grouped(
             mid, weights.w2, order, tiles, topk_weights, rows, homes=homes, schedule=schedules.down, pdl=pdl
         )

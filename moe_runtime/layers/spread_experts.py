@@ -7,7 +7,8 @@ device, with the very kernels and buffers of ``SymmetricExchange``. Rows are com
 kernel computes one changes no bit.
 
 A table of more than ``MAX_CAPACITY`` positions is worked through in slices of at most ``MAX_SLICE``, so that all tokens
-of all ranks may meet on one rank without buffers for all of them.
+of all ranks may meet on one rank without buffers for all of them. Each has its share of every rank's tokens: the links
+to all homes are in use at any time.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import replace
 import torch
 
 from moe_runtime.comm.gpu_exchange import GpuExchange, StepShape, SymmetricExchange
-from moe_runtime.kernels.dispatch_triton import TokenTable, dispatch_rows, local_slots
+from moe_runtime.kernels.dispatch_triton import TableSlice, TokenTable, dispatch_rows, local_slots
 from moe_runtime.kernels.experts_triton import MAX_CAPACITY, ExpertSchedules
 from moe_runtime.kernels.gpu_schedules import GpuSchedules
 from moe_runtime.kernels.norm_triton import combine_residual_norm
@@ -29,7 +30,7 @@ from moe_runtime.models.model_config import ModelConfig
 
 __all__ = ["MAX_SLICE", "LoopbackExperts", "SpreadExperts"]
 
-MAX_SLICE = 8192
+MAX_SLICE = 16384
 
 
 class SpreadExperts(Experts):
@@ -229,7 +230,8 @@ def _run_table(
             channel=channel,
             pdl=pdl,
         )
-        rows, homes = exchange.targets(shape, 0, num_positions)
+        whole = TableSlice(num_tokens=shape.capacity, capacity=shape.capacity)
+        rows, homes = exchange.targets(shape, whole)
         # A pair is a program of its own only while pairs are few; one rank's rows are what a schedule was measured for.
         schedules = scratch.schedules.experts(
             1 if num_positions <= 2 else max(2, num_positions),
@@ -243,13 +245,15 @@ def _run_table(
         return
     if flags is not None:
         peer_barrier(flags, channel, pdl=pdl)
-    for first in range(0, num_positions, scratch.slice_positions):
-        part = slice(first, min(first + scratch.slice_positions, num_positions))
-        rows, homes = exchange.targets(shape, first, part.stop - first)
-        ids = table.ids[part]
+    most = max(1, scratch.slice_positions // table.size)
+    for first in range(0, shape.capacity, most):
+        count = min(most, shape.capacity - first)
+        piece = TableSlice(num_tokens=count, capacity=shape.capacity, first_token=first)
+        rows, homes = exchange.targets(shape, piece)
+        ids = piece.of(table.ids)
         scratch.grouped(
-            weights, table.x[part], ids, table.weights[part], rows, homes, scratch.gathered(ids.numel()),
-            expert_offset, pdl,
+            weights, table.x, ids, piece.of(table.weights), rows, homes, scratch.gathered(ids.numel()),
+            expert_offset, pdl, source=piece,
         )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from moe_runtime.comm.gpu_exchange import (  # isort: skip
     rehearsal_group,
     rehearsal_space,
 )
-from moe_runtime.kernels.dispatch_triton import home_offset  # isort: skip  # noqa: F401  # compiled with the rest
+from moe_runtime.kernels.dispatch_triton import TableSlice  # isort: skip
 
 HIDDEN, NUM_TOPK, FIRST = 32, 3, (0, 3, 5, 8)
 TOKENS = (2, 0, 4)
@@ -45,21 +45,15 @@ def fill(exchange: GpuExchange, shape: StepShape) -> torch.Tensor:
 def work(exchange: GpuExchange, shape: StepShape, table) -> None:
     """Experts that put ``16 * token + slot`` of the position and the expert into a pair's row."""
     low, high = FIRST[exchange.rank], FIRST[exchange.rank + 1]
-    for position, row in enumerate(table.ids.tolist()):
-        target, homes = exchange.targets(shape, position, 1)
-        for slot, expert in enumerate(row):
-            if not low <= expert < high:
-                continue
-            value = float(16 * position + slot) + 256.0 * expert
-            if homes is None:
-                target[0, slot] = value
-                continue
-            home, token = divmod(position, shape.capacity)
-            flat = target.as_strided(
-                (HIDDEN,), (1,), target.storage_offset() + int(homes.offsets[home])
-                + (token * NUM_TOPK + slot) * HIDDEN,
-            )  # fmt: skip
-            flat.fill_(value)
+    for first in range(shape.capacity):
+        piece = TableSlice(num_tokens=1, capacity=shape.capacity, first_token=first)
+        target, homes = exchange.targets(shape, piece)
+        for home, row in enumerate(piece.of(table.ids).tolist()):
+            for slot, expert in enumerate(row):
+                if low <= expert < high:
+                    at = int(homes.offsets[home]) + (first * NUM_TOPK + slot) * HIDDEN
+                    value = float(16 * (home * shape.capacity + first) + slot) + 256.0 * expert
+                    target.view(-1)[at : at + HIDDEN] = value
 
 
 def expected_rows(rank: int, capacity: int) -> torch.Tensor:
@@ -106,10 +100,10 @@ def test_virtual_ranks_write_each_other_s_tables_and_slots():
         assert torch.equal(table.ids, tables[0].ids)
     # The regions are allocations of their own, out of reach of torch's strides: offsets are checked by value.
     for rank, exchange in enumerate(exchanges):
-        rows, homes = exchange.targets(SHAPE, 0, 3)
+        piece = TableSlice(num_tokens=3, capacity=SHAPE.capacity)
+        rows, homes = exchange.targets(SHAPE, piece)
         for peer, other in enumerate(exchanges):
-            distance = other.targets(SHAPE, 0, 3)[0].data_ptr() - rows.data_ptr()
-            assert homes is not None
+            distance = other.targets(SHAPE, piece)[0].data_ptr() - rows.data_ptr()
             assert int(homes.offsets[peer]) * rows.element_size() == distance, (rank, peer)
 
 

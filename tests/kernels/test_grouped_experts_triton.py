@@ -227,3 +227,46 @@ def test_on_a_gpu_inert_rows_and_local_experts():
         mine = (routing.ids >= 32) & (routing.ids < 64)
         assert torch.equal(rows[mine], whole[mine])
         assert bool(rows[~mine].isnan().all())
+
+
+SLICE_CASE = {"size": 3, "capacity": 4, "num_topk": 2, "num_experts": 5, "hidden": 32, "width": 24}
+
+
+@pytest.mark.parametrize("tokens", [4, 3, 1])
+@pytest.mark.parametrize("schedules", [(6, 5), (5, 7), (0, 0)], ids=str)
+def test_slices_of_a_table_go_home_with_the_bits_of_the_whole(tokens, schedules):
+    case = SLICE_CASE
+    num_rows = case["size"] * case["capacity"]
+    layer = make_layer(num_rows, case["num_experts"], case["hidden"], case["width"], kind="cancelling")
+    routing = make_routing(layer, num_rows, case["num_topk"])
+    ids, weights = routing.ids.clone(), routing.weights
+    ids[5] = -1  # inert
+    offsets = torch.arange(case["size"], device=DEVICE) * case["capacity"] * case["num_topk"] * case["hidden"]
+    gate_schedule = replace(GROUPED_GATE_UP_SCHEDULES[schedules[0]], tma_weights=False)
+    down_schedule = replace(GROUPED_DOWN_SCHEDULES[schedules[1]], tma_weights=False)
+
+    def run_slices(most: int) -> torch.Tensor:
+        rows = torch.full((num_rows, case["num_topk"], case["hidden"]), 7.0, dtype=layer.h.dtype, device=DEVICE)
+        for first in range(0, case["capacity"], most):
+            count = min(most, case["capacity"] - first)
+            piece = TableSlice(num_tokens=count, capacity=case["capacity"], first_token=first)
+            part = piece.of(ids)
+            order = expert_order(part, case["num_experts"])
+            mid = layer.h.new_empty(part.numel(), case["width"])
+            for schedule, run_kernel in (
+                (gate_schedule, lambda s, t: gate_up_grouped(layer.h, layer.w13, order, t, mid, source=piece, schedule=s)),
+                (
+                    down_schedule,
+                    lambda s, t: down_grouped(
+                        mid, layer.w2, order, t, piece.of(weights), rows,
+                        homes=RowHomes(offsets=offsets, slice=piece), schedule=s,
+                    ),
+                ),
+            ):
+                most_tiles = max_expert_tiles(part.numel(), case["num_experts"], schedule.row_tile)
+                run_kernel(schedule, expert_tiles(order.first_row, schedule.row_tile, most_tiles))
+        return rows
+
+    whole = run_slices(case["capacity"])
+    assert bool((whole[5] == 7).all()), "inert rows are not written"
+    assert_bits_equal(run_slices(tokens), whole)

@@ -145,5 +145,4 @@ def test_room_for_rows_is_what_was_asked_for_last(decoder):
     assert decoder.buffers.max_rows == MAX_DECODE_ROWS + 400
     decoder.reserve_rows(MAX_DECODE_ROWS + 40)
     assert decoder.buffers.normed.shape[0] == decoder.buffers.max_rows == MAX_DECODE_ROWS + 40
-    capacity = decoder.buffers.slot_table(17).shape
-    assert capacity == (4, 32)
+    assert decoder.experts.routed_rows(StepShape.of_tokens([17])).slot_table.shape == (4, 32)
