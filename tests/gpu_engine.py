@@ -46,7 +46,9 @@ def gpu_llm(folder: Path, **options: Any) -> LLM:
     if DEVICE == "cuda":
         return LLM(str(folder), device="cuda", **options)
 
-    def load(plan: Any, config: Any, group: Any, on_progress: Any = None) -> Any:
+    def load(
+        plan: Any, config: Any, group: Any, *, on_progress: Any = None, tensor_parallel: Any = None
+    ) -> Any:
         assert plan.device == torch.device("cpu"), "the interpreter takes CPU tensors"
         return load_on_gpu(plan, config, on_progress)
 

@@ -69,14 +69,14 @@ class RowParallel:
         width = shard_width(self.num_features, tp)
         share = weight[:, rank * width : (rank + 1) * width]
         padded = torch.nn.functional.pad(share, (0, width - share.shape[1]))
-        return pack_weight(padded, 1)
+        return pack_weight(padded, PARTS["column"])
 
 
-def row_parallel_shape(num_in: int, num_out: int, tp: int, level: Level) -> tuple[int, int, int]:
-    """(K, N, parts) of the GEMM that one rank runs, its longest share."""
+def row_parallel_shape(num_in: int, num_out: int, tp: int, level: Level) -> tuple[int, int, str]:
+    """(K, N, role) of the GEMM that one rank runs, of its widest share; a role in one part where K is one part."""
     if _adds(tp, level):
-        return shard_width(num_in, tp), num_out, 1
-    return num_in, -(-num_out // tp), PARTS["row"]
+        return shard_width(num_in, tp), num_out, "column"
+    return num_in, -(-num_out // tp), "row"
 
 
 def _adds(tp: int, level: Level) -> bool:
