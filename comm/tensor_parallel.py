@@ -111,9 +111,7 @@ class TensorParallel:
             return x
         num_rows = x.shape[0]
         lengths = [num_rows * width for width in widths]
-        flat = self.group.exchange(
-            x.reshape(-1).repeat(self.size), [lengths[self.rank]] * self.size, lengths
-        )
+        flat = self.group.exchange(x.reshape(-1).repeat(self.size), [lengths[self.rank]] * self.size, lengths)
         return _side_by_side(flat, num_rows, widths)
 
     def collect_columns(self, x: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:

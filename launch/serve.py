@@ -91,9 +91,7 @@ def main(args: Sequence[str] | None = None) -> int:
             logger.error("%s", error)  # on every rank alike
             close_ranks(group)
             return EXIT_USAGE
-        return _serve(
-            config, plan, deployment, transport, tensor_parallel, front_end, greetings[0], start_s
-        )
+        return _serve(config, plan, deployment, transport, tensor_parallel, front_end, greetings[0], start_s)
     finally:
         if front_end is not None:
             front_end.close()

@@ -50,9 +50,7 @@ def make_batch(
         num_groups: Query heads per key-value head.
     """
     rows = wanted_rows(chunks)
-    return StepBatch(
-        forward=forward_input(plan_step(chunks, rows), tokens_per_rank, num_groups), rows=rows
-    )
+    return StepBatch(forward=forward_input(plan_step(chunks, rows), tokens_per_rank, num_groups), rows=rows)
 
 
 def plan_step(chunks: SequenceOf[ScheduledChunk], rows: SequenceOf[LogitsRow]) -> StepPlan:
@@ -85,9 +83,7 @@ def forward_input(plan: StepPlan, tokens_per_rank: SequenceOf[int], num_groups: 
         slots.extend(table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in places)
     attention = None
     if plan.query_lens:
-        attention = make_attention_plan(
-            plan.query_lens, plan.start_positions, plan.block_tables, num_groups
-        )
+        attention = make_attention_plan(plan.query_lens, plan.start_positions, plan.block_tables, num_groups)
     return ForwardInput(
         token_ids=torch.tensor(plan.token_ids, dtype=torch.int64),
         positions=torch.tensor(positions, dtype=torch.int64),

@@ -137,6 +137,7 @@ class Engine:
         """``[num_items]`` int64; None where nobody follows, or there is nothing to run."""
         if self.tensor_parallel.size == 1 or not chunks:
             return None
+        assert not self.runner.overlaps, "a plan holds token ids, which a step under way may not know yet"
         return plan_step(chunks, wanted_rows(chunks)).pack()
 
     def _may_overlap(self) -> bool:

@@ -212,7 +212,9 @@ def load_model(
 
 def audit_cpu(config: ModelConfig, tp: int = 1, level: Level = "topology") -> AuditReport:
     """The start-up self-check on this CPU of the shapes that a rank runs."""
-    return audit_shapes(_gemm_shapes(config, tp, level), config.head_dim, config.hidden_size, config.vocab_size)
+    return audit_shapes(
+        _gemm_shapes(config, tp, level), config.head_dim, config.hidden_size, config.vocab_size
+    )
 
 
 def load_on_gpu(

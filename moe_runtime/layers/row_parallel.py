@@ -63,9 +63,7 @@ class RowParallel:
     def _pack(self, weight: torch.Tensor) -> PackedWeight:
         rank, tp = self.tensor_parallel.rank, self.tensor_parallel.size
         if not self.adds:
-            return pack_weight(
-                weight[self.column_bounds[rank] : self.column_bounds[rank + 1]], PARTS["row"]
-            )
+            return pack_weight(weight[self.column_bounds[rank] : self.column_bounds[rank + 1]], PARTS["row"])
         width = shard_width(self.num_features, tp)
         share = weight[:, rank * width : (rank + 1) * width]
         padded = torch.nn.functional.pad(share, (0, width - share.shape[1]))

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 
-from moe_runtime.comm import all_reduce as all_reduce_module
 from moe_runtime.comm.groups import RankGroup
+from moe_runtime.comm.tensor_parallel import TensorParallel
 from moe_runtime.engine.engine import Engine
 from moe_runtime.engine.llm import LLM, RequestOutput
 from moe_runtime.engine.request import SamplingParams
-from moe_runtime.kernels import trees
 from moe_runtime.layers import row_parallel
-from moe_runtime.layers.row_parallel import RowParallel
 from tests.checkpoints import WEIGHT_KINDS, tiny_config, write_checkpoint
 from tests.ranks import RankContext
 
@@ -101,7 +98,6 @@ class Job:
     scenarios: tuple[str, ...] = ("batch",)
     dispatcher: str = "auto"
     invariance: str = "topology"
-    options: dict[str, int] = field(default_factory=dict)
 
 
 def run_job(job: Job, group: RankGroup) -> dict[str, Result]:
@@ -113,7 +109,6 @@ def run_job(job: Job, group: RankGroup) -> dict[str, Result]:
         dispatcher=job.dispatcher,
         invariance=job.invariance,
         max_num_seqs=MAX_NUM_SEQS,
-        **job.options,
     )
     return {name: SCENARIOS[name](llm) for name in job.scenarios}
 
@@ -164,3 +159,109 @@ def test_groups_of_two_give_the_bits_of_one_process_for_every_model_and_transpor
         for dtype, dispatcher in (("float32", "collective"), ("bfloat16", "symmetric"))
     ]
     models.check(jobs, ranks(world_size, run_jobs, jobs))
+
+
+def test_idle_groups_single_tokens_chunks_and_preemption_change_nothing(ranks, models):
+    jobs = [
+        Job(models.folder("qwen3_moe", "cancelling"), "float32", 2, tuple(SCENARIOS)),
+        Job(models.folder("mixtral", "heavy_tailed"), "bfloat16", 2, ("last_group", "alone")),
+    ]
+    models.check(jobs, ranks(4, run_jobs, jobs))
+
+
+def uneven(models: Models, kind: str) -> str:
+    """A dense layer whose features, and a vocabulary whose ids, no group shares evenly; eight heads read two."""
+    return models.folder(
+        "qwen3_moe",
+        kind,
+        num_attention_heads=8,
+        attention_bias=True,
+        mlp_only_layers=[0],
+        intermediate_size=91,
+        vocab_size=131,
+        tie_word_embeddings=kind == "cancelling",
+    )
+
+
+@pytest.mark.parametrize(("world_size", "tp"), [(1, 1), (2, 2), (4, 4), (8, 4), (8, 8)])
+def test_groups_of_any_size_give_the_bits_of_one_process(ranks, models, world_size, tp):
+    jobs = [
+        Job(uneven(models, kind), dtype, tp, scenarios, dispatcher)
+        for kind, dtype, scenarios, dispatcher in (
+            ("normal", "float32", ("batch",), "collective"),
+            ("heavy_tailed", "bfloat16", ("batch",), "symmetric"),
+            ("cancelling", "float32", ("batch", "last_group", "chunks"), "symmetric"),
+        )
+    ]
+    models.check(jobs, ranks(world_size, run_jobs, jobs))
+
+
+def without_routing(tensors: dict[str, torch.Tensor]) -> None:
+    """All router logits are zero, so every token takes the lowest experts: those of the first rank."""
+    for name, tensor in tensors.items():
+        if name.endswith("mlp.gate.weight"):
+            tensor.zero_()
+
+
+@pytest.mark.parametrize(("world_size", "tp"), [(2, 2), (8, 2), (8, 4)])
+def test_all_tokens_routed_to_one_rank_change_nothing(ranks, models, world_size, tp):
+    folder = models.root / "one-rank"
+    if not folder.exists():
+        config = tiny_config("qwen3_moe", num_experts=16, num_experts_per_tok=2)
+        write_checkpoint(folder, config, kind="cancelling", edit=without_routing)
+    jobs = [Job(str(folder), dtype, tp, ("batch", "last_group")) for dtype in ("float32", "bfloat16")]
+    models.check(jobs, ranks(world_size, run_jobs, jobs))
+
+
+def test_level_batch_is_batch_invariant_and_depends_on_the_group(ranks, models):
+    """Ranks' shards are the parts: company and schedule change nothing, but the size of the group does."""
+    folder = uneven(models, "cancelling")
+    scenarios = ("batch", "alone", "arrivals", "chunks")
+    job = Job(folder, "float32", 4, scenarios, invariance="batch")
+    by_rank = ranks(4, run_jobs, [job])
+    (first,) = by_rank[0]
+    for (results,) in by_rank:
+        assert all(result == first["batch"] for result in results.values())
+    assert all(a != b for a, b in zip(first["batch"], models.reference(folder, "float32"), strict=True))
+    # At one rank and at two, the shards are the parts of level topology.
+    for tp in (1, 2):
+        jobs = [Job(folder, "float32", tp, invariance="batch")]
+        models.check(jobs, ranks(tp, run_jobs, jobs))
+
+
+def without_parts(context: RankContext, job: Job) -> Result:
+    """The control: a row-parallel layer's K is one chain, as if its parts were not fixed."""
+    usual = row_parallel.PARTS
+    row_parallel.PARTS = usual | {"row": 1}
+    try:
+        return run_job(job, context.group)["batch"]
+    finally:
+        row_parallel.PARTS = usual
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_control_another_number_of_parts_is_seen(ranks, models, tp):
+    folder = uneven(models, "cancelling")
+    results = ranks(tp, without_parts, Job(folder, "float32", tp))
+    assert all(result == results[0] for result in results)
+    assert all(a != b for a, b in zip(results[0], models.reference(folder, "float32"), strict=True))
+
+
+def with_homes_swapped(context: RankContext, job: Job) -> Result:
+    """The control: rows come back from their homes in another order."""
+    usual = TensorParallel.gather_home_rows
+
+    def swapped(self: TensorParallel, rows: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        return usual(self, rows, num_tokens).flip(0)
+
+    TensorParallel.gather_home_rows = swapped
+    try:
+        return run_job(job, context.group)["batch"]
+    finally:
+        TensorParallel.gather_home_rows = usual
+
+
+def test_control_rows_from_other_homes_are_seen(ranks, models):
+    folder = models.folder("mixtral", "normal")
+    (result, _) = ranks(2, with_homes_swapped, Job(folder, "bfloat16", 2))
+    assert result != models.reference(folder, "bfloat16")
