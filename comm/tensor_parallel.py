@@ -2,11 +2,11 @@
 
 Symbols: t ranks in the group, r this rank's place in it, T tokens of the group's batch, M rows.
 
-Every rank of a group runs the same T tokens. Token i has its mixture-of-experts home on rank i mod t, where it is routed
-and counted. Row counts follow from the step (its tokens and their ids), so no sizes are exchanged.
+Every rank of a group runs the same T tokens. Token i has its mixture-of-experts home on rank i mod t, where it is
+routed and counted. Row counts follow from the step (its tokens and their ids), so no sizes are exchanged.
 
-Example: t = 2, T = 5. Home tokens of rank 0 are 0, 2, 4, of rank 1 they are 1, 3. ``bounds(5)`` is ``[0, 2, 5]``: rank 0
-holds features 0 and 1 of 5, rank 1 features 2, 3 and 4.
+Example: t = 2, T = 5. Home tokens of rank 0 are 0, 2, 4, of rank 1 they are 1, 3. ``bounds(5)`` is ``[0, 2, 5]``:
+rank 0 holds features 0 and 1 of 5, rank 1 features 2, 3 and 4.
 
 Numerics: bits are moved, nothing is added. Sums over the group are comm/all_reduce.py.
 """

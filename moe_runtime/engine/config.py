@@ -31,8 +31,8 @@ class EngineConfig:
         dispatcher: What moves rows between ranks: ``collective`` (torch.distributed), ``symmetric`` (shared memory of
             one host), or ``auto``, the second where all ranks can; ``loopback``: this one process plays
             ``loopback_ranks`` ranks, on the CPU. The same bits by each.
-        tp: Consecutive ranks that share the attention, dense layers and vocabulary of one batch; the number of ranks must
-            be a multiple. At level ``topology`` it changes no bit. CPU only.
+        tp: Consecutive ranks that share the attention, dense layers and vocabulary of one batch; the number of ranks
+            must be a multiple. At level ``topology`` it changes no bit. CPU only.
         loopback_ranks: Virtual ranks of the loopback dispatcher.
         invariance: ``topology``: a request's bits depend on nothing but the request, on any number of ranks.
             ``batch``: the same for one fixed deployment, which leaves room for cheaper reductions.

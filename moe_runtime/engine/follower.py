@@ -1,7 +1,7 @@
 """The engine of a rank that is not the first of its tensor-parallel group: no requests, no scheduler, no sampler.
 
-It joins every step with all ranks and runs the rows that the group's first rank has planned, with its own share of heads,
-dense features and vocabulary, over the same block numbers in its own cache.
+It joins every step with all ranks and runs the rows that the group's first rank has planned, with its own share of
+heads, dense features and vocabulary, over the same block numbers in its own cache.
 """
 
 from __future__ import annotations

@@ -62,8 +62,8 @@ class ModelPlan:
         dtype: Model dtype in force.
         max_model_len: Context length in force, in tokens.
         device: Where it will run.
-        fingerprint: Digest of checkpoint, dtype, numerics version and device architecture, at level ``batch`` of tp too:
-            equal fingerprints mean equal bits.
+        fingerprint: Digest of checkpoint, dtype, numerics version and device architecture, and at level ``batch`` of
+            level and tp where that is above 1: equal fingerprints mean equal bits.
     """
 
     model_dir: Path

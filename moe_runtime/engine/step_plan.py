@@ -1,7 +1,7 @@
 """A step in integers: what every rank of a tensor-parallel group needs to run the same rows.
 
-The group's first rank schedules; it sends its plan to the others between the step vector, which names the plan's length,
-and the forward pass. They hold no sequences, only the cache blocks that the plan names.
+The group's first rank schedules; it sends its plan to the others between the step vector, which names the plan's
+length, and the forward pass. They hold no sequences, only the cache blocks that the plan names.
 
 Example: a chunk of two tokens 7, 8 from position 64 on, in blocks 5 and 2, whose last token's logits are wanted, is
 ``[1, 2, 1, 2, 64, 2, 7, 8, 5, 2, 1]``: one chunk, two tokens, one row; the chunk's length, start and number of blocks;

@@ -3,11 +3,11 @@
 Symbols: t ranks, r this rank, P parts of K (``PARTS["row"]``), T tokens, K input and N output features. Rank r holds
 input features ``[r * w, (r + 1) * w)``, ``w = ceil(K / t)``, padded with zeros at the end of K.
 
-Numerics: level ``topology``: the tree of one rank, P fp32 chains over ascending K added by ``tree_sum`` and rounded once,
-whatever t. Where t = P, a rank's features are one part: it runs that chain, and ``all_reduce`` adds the chains in fp32 and
-rounds. Else every rank gathers all features, which makes each part one chain again, and computes N / t of the columns,
-each with all its parts; the rounded columns are gathered. Level ``batch``: a rank's features are one part for any t > 1,
-so the bits are those of a tree of t parts.
+Numerics: level ``topology``: the tree of one rank, P fp32 chains over ascending K added by ``tree_sum`` and rounded
+once, whatever t. Where t = P, a rank's features are one part: it runs that chain, and ``all_reduce`` adds the chains in
+fp32 and rounds. Else every rank gathers all features, which makes each part one chain again, and computes N / t of the
+columns, each with all its parts; the rounded columns are gathered. Level ``batch``: a rank's features are one part for
+any t > 1, so the bits are those of a tree of t parts.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Query heads are cut into equal consecutive shares. Key-value heads too where there are enough; otherwise each is held by
 several ranks, those whose query heads read it.
 
-Example: 8 query heads and 2 key-value heads over 4 ranks. Rank 1 holds query heads 2 and 3 and key-value head 0, as rank
-0 does; rank 2 holds query heads 4 and 5 and key-value head 1.
+Example: 8 query heads and 2 key-value heads over 4 ranks. Rank 1 holds query heads 2 and 3 and key-value head 0, as
+rank 0 does; rank 2 holds query heads 4 and 5 and key-value head 1.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ _SPREAD_DIM = {
     "down_proj": 1,
 }
 """By role, the dimension over which the ranks of a tensor-parallel group share a tensor that belongs to no expert."""
+
 PACKED_ITEM_BYTES = 4  # the CPU path packs weights as fp32, whatever the checkpoint's dtype
 
 

@@ -47,7 +47,7 @@ class AxisSetup:
         source: Makes further prompts and random choices.
         cases: The reference batch.
         reference: Its outputs by name.
-        num_engines: Groups of ``tp`` ranks, each with its own batches; by default as many as ranks.
+        num_engines: Groups of ``tp`` ranks, each with batches of its own.
         block_size: Tokens of a KV block.
         max_num_seqs: Most sequences that one of them runs at once.
         enforce_eager: Whether the engine started without graphs; None on a device that has none.
