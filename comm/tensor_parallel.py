@@ -90,8 +90,8 @@ class TensorParallel:
         return rows if self.size == 1 else rows[self.rank :: self.size]
 
     def gather_home_rows(self, rows: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """Inverse of ``home_rows`` over the group: ``[num_tokens, ...]`` on every rank."""
-        if self.size == 1:
+        """Inverse of ``home_rows``: ``[num_tokens, ...]`` on every rank; without tokens nothing travels."""
+        if self.size == 1 or num_tokens == 0:
             return rows
         counts = [len(range(rank, num_tokens, self.size)) for rank in range(self.size)]
         gathered = torch.split(self.gather_rows(rows.contiguous(), counts), counts)
@@ -163,7 +163,12 @@ def open_tensor_parallel(
         dist.new_group(list(range(first, first + tp)), timedelta(seconds=timeout_s), "gloo")
         for first in first_ranks
     ]
-    own = RankGroup(rank=group.rank % tp, size=tp, process_group=groups[group.rank // tp])
+    own = RankGroup(
+        rank=group.rank % tp,
+        size=tp,
+        process_group=groups[group.rank // tp],
+        first_rank=group.rank // tp * tp,
+    )
     return TensorParallel(group=open_transport(own, wanted, timeout_s=timeout_s).group)
 
 

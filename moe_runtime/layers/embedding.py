@@ -75,5 +75,7 @@ class Embedding:
 
 def _own(weight: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
     """The rank's rows of ``[vocab, hidden]``."""
+    if tp.size == 1:
+        return weight
     bounds = tp.bounds(weight.shape[0])
-    return weight[bounds[tp.rank] : bounds[tp.rank + 1]]
+    return weight[bounds[tp.rank] : bounds[tp.rank + 1]].clone()  # a view would keep all of it

@@ -51,7 +51,9 @@ class RowParallel:
         self.weight = self._pack(weight)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """``[T, w]`` to ``[T, N]`` in the model dtype."""
+        """``[T, w]`` to ``[T, N]`` in the model dtype; without tokens nothing travels."""
+        if x.shape[0] == 0:
+            return torch.empty(0, self.column_bounds[-1], dtype=self.dtype)
         if self.adds:
             return all_reduce(linear_fp32(x, self.weight), self.tensor_parallel.group, self.dtype)
         tp = self.tensor_parallel

@@ -7,6 +7,7 @@ import torch
 
 from moe_runtime.comm.tensor_parallel import TensorParallel, check_tp, open_tensor_parallel
 from moe_runtime.comm.transports import DispatcherName
+from moe_runtime.errors import PeerError
 from tests.bits import assert_bits_equal
 from tests.ranks import RankContext
 
@@ -76,6 +77,23 @@ def test_control_another_order_of_ranks_is_seen(ranks):
 def test_control_a_sum_in_place_of_a_gather_would_lose_bits():
     x = special(NUM_ROWS, 5, 0)
     assert not torch.equal((x + torch.zeros_like(x)).view(torch.int32), x.view(torch.int32))
+
+
+def leave(context: RankContext) -> str:
+    """Rank 3 of the world, rank 1 of its group, goes; the other of its group is told by whom."""
+    view = open_tensor_parallel(context.group, 2, "symmetric")
+    assert view.group.links is not None
+    if context.rank == 3:
+        view.group.links.close()
+    elif context.rank == 2:
+        with pytest.raises(PeerError) as raised:
+            view.gather_rows(torch.zeros(1, 2), [1, 1])
+        return str(raised.value)
+    return ""
+
+
+def test_a_rank_that_leaves_is_named_by_its_place_in_the_world(ranks):
+    assert ranks(4, leave)[2].startswith("rank 3 has gone")
 
 
 def shares(context: RankContext) -> tuple[list[int], list[int]]:

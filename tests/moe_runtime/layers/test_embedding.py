@@ -84,6 +84,15 @@ def test_control_a_sum_of_shares_would_not_be_the_stored_values():
     assert not torch.equal(summed.view(torch.int32), rows.view(torch.int32)), "not in bits"
 
 
+def test_a_rank_keeps_the_rows_of_its_share_alone():
+    tp = TensorParallel(group=RankGroup(rank=1, size=2))
+    weight = vocabulary(130, torch.float32)
+    embedding = Embedding(weight, LMHead(weight, tp), torch.float32)
+    assert embedding.weight is not None
+    assert_bits_equal(embedding.weight, weight[65:])
+    assert embedding.weight.untyped_storage().nbytes() == 65 * 40 * 4
+
+
 def test_a_vocabulary_with_fewer_ids_than_ranks_is_refused():
     with pytest.raises(ValueError, match=r"vocab_size \(1\) must be at least tp \(2\)"):
         LMHead(torch.ones(1, 4), TensorParallel(group=RankGroup(rank=0, size=2)))
