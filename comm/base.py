@@ -1,7 +1,9 @@
 """The dispatcher interface: tokens to the ranks that hold their experts, rows back to each token's home rank.
 
-Numerics: a dispatcher moves bits and adds nothing. Every (token, slot) row comes back unreduced, so the sum at the home
-rank (kernels/combine.py) has one tree whatever the EP size, the placement or the transport.
+Numerics: a dispatcher moves bits; kernels/combine.py adds. With ``combine`` every (token, slot) row comes back
+unreduced, so the sum at the home rank has one tree whatever the EP size, the placement or the transport.
+``combine_sum`` is that sum, unless the dispatcher was made to pre-sum: then a rank adds the slots that it holds of a
+token, and the home rank adds the ranks' partial rows (comm/multiple_reduction.py says where that is allowed).
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from moe_runtime.comm.layout import DispatchLayout, ExpertPairs
+from moe_runtime.kernels.combine import combine_slots
 
 __all__ = ["Dispatcher", "ReceivedRows"]
 
@@ -37,7 +40,10 @@ class ReceivedRows:
 
 
 class Dispatcher(ABC):
-    """Moves token rows to experts and back. Every rank calls both methods for every layer, with zero tokens too."""
+    """Moves token rows to experts and back.
+
+    For every layer every rank calls ``dispatch`` and then one of the others, with zero tokens too.
+    """
 
     @abstractmethod
     def dispatch(
@@ -67,3 +73,12 @@ class Dispatcher(ABC):
         Returns:
             ``[T, K, hidden]`` in the model dtype: each token's rows by slot, zero for masked slots.
         """
+
+    def combine_sum(self, rows_ep_local: torch.Tensor, received: ReceivedRows) -> torch.Tensor:
+        """Bring weighted expert rows home and add them, rounded once: ``[T, hidden]`` in the model dtype.
+
+        Args:
+            rows_ep_local: ``[num_pairs, hidden]`` in the model dtype, in the order of ``received.pairs``.
+            received: From ``dispatch``.
+        """
+        return combine_slots(self.combine(rows_ep_local, received))

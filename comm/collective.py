@@ -3,7 +3,7 @@
 Two all-to-alls a layer. A dispatch row is the token's hidden row, its K local expert ids (int32) and its K routing
 weights (float32) in one run of bytes, so that one call carries all three.
 
-Numerics: bits are moved, nothing is added.
+Numerics: bits are moved, kernels/combine.py adds. Pre-summed rows are those of comm/loopback.py, bit for bit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,14 @@ import torch
 
 from moe_runtime.comm.base import Dispatcher, ReceivedRows
 from moe_runtime.comm.groups import RankGroup
-from moe_runtime.comm.layout import combine_capacity, dispatch_layout, expert_pairs
+from moe_runtime.comm.layout import (
+    combine_capacity,
+    dispatch_layout,
+    expert_pairs,
+    partial_capacity,
+    partial_return_row,
+)
+from moe_runtime.kernels.combine import combine_partials, presum_slots
 
 __all__ = ["CollectiveDispatcher"]
 
@@ -26,9 +33,13 @@ class CollectiveDispatcher(Dispatcher):
         group: The expert-parallel group.
         first_expert: ``ep_size + 1`` exclusive prefix sums of physical experts per rank.
         num_topk: K.
+        presums: A rank adds the slots that it holds of a token and sends one row home; ``combine_sum`` then depends on
+            the placement.
     """
 
-    def __init__(self, group: RankGroup, first_expert: Sequence[int], num_topk: int) -> None:
+    def __init__(
+        self, group: RankGroup, first_expert: Sequence[int], num_topk: int, *, presums: bool = False
+    ) -> None:
         if len(first_expert) != group.size + 1:
             raise ValueError(
                 f"first_expert has {len(first_expert)} entries; must have ep_size + 1 = {group.size + 1}"
@@ -36,6 +47,7 @@ class CollectiveDispatcher(Dispatcher):
         self.group = group
         self.first_expert = tuple(first_expert)
         self.num_topk = num_topk
+        self.presums = presums
 
     def dispatch(
         self,
@@ -89,6 +101,23 @@ class CollectiveDispatcher(Dispatcher):
         if bool(masked.any()):
             rows[masked] = 0
         return rows
+
+    def combine_sum(self, rows_ep_local: torch.Tensor, received: ReceivedRows) -> torch.Tensor:
+        """See ``Dispatcher.combine_sum``."""
+        if not self.presums:
+            return super().combine_sum(rows_ep_local, received)
+        num_tokens, own = received.tokens_per_rank[self.group.rank], self._num_local_experts(self.group.rank)
+        send_splits = [partial_capacity(n, own) for n in received.tokens_per_rank]
+        recv_splits = [
+            partial_capacity(num_tokens, self._num_local_experts(r)) for r in range(self.group.size)
+        ]
+        # A partial row stands where its token's row stood when it came.
+        send = presum_slots(rows_ep_local, received.pairs.row, sum(send_splits))
+        recv = self.group.exchange(send, send_splits, recv_splits)
+        return_row = partial_return_row(received.layout, self.first_expert)
+        if num_tokens == 0:
+            return rows_ep_local.new_empty(0, rows_ep_local.shape[1])
+        return combine_partials(recv[return_row.clamp(min=0)], return_row >= 0)
 
     def _num_local_experts(self, rank: int) -> int:
         return self.first_expert[rank + 1] - self.first_expert[rank]

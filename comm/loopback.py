@@ -4,7 +4,7 @@ Token t has its home on virtual rank t mod W. Every virtual rank lays out its ro
 through its own pairs and sends rows back, as W processes would; the experts of all are in this process. The oracle of
 the other transports, and the way to see orderings of many ranks on one device.
 
-Numerics: bits are moved, nothing is added.
+Numerics: bits are moved, kernels/combine.py adds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from moe_runtime.comm.layout import (
     combine_capacity,
     dispatch_layout,
     expert_pairs,
+    partial_capacity,
+    partial_return_row,
 )
+from moe_runtime.kernels.combine import combine_partials, presum_slots
 
 __all__ = ["LoopbackDispatcher"]
 
@@ -47,11 +50,13 @@ class LoopbackDispatcher(Dispatcher):
     Args:
         first_expert: ``W + 1`` exclusive prefix sums of physical experts per virtual rank.
         num_topk: K.
+        presums: A virtual rank adds the slots that it holds of a token, as ``CollectiveDispatcher`` does.
     """
 
-    def __init__(self, first_expert: Sequence[int], num_topk: int) -> None:
+    def __init__(self, first_expert: Sequence[int], num_topk: int, *, presums: bool = False) -> None:
         self.first_expert = tuple(first_expert)
         self.num_topk = num_topk
+        self.presums = presums
 
     @property
     def num_ranks(self) -> int:
@@ -133,4 +138,26 @@ class LoopbackDispatcher(Dispatcher):
             mine = rows_ep_local.new_zeros(len(home), self.num_topk, hidden)
             mine[live] = back[layout.return_row[live]]
             out[home] = mine
+        return out
+
+    def combine_sum(self, rows_ep_local: torch.Tensor, received: ReceivedRows) -> torch.Tensor:
+        """See ``Dispatcher.combine_sum``."""
+        if not self.presums:
+            return super().combine_sum(rows_ep_local, received)
+        assert isinstance(received, _LoopbackRows), "received comes from this dispatcher"
+        num_tokens, hidden = received.tokens_per_rank[0], rows_ep_local.shape[1]
+        # Received rows of virtual rank 0 first, of each rank by home: T rows of each.
+        sent = presum_slots(rows_ep_local, received.pairs.row, self.num_ranks * num_tokens)
+        out = rows_ep_local.new_zeros(num_tokens, hidden)
+        first_row = 0
+        for home, layout in zip(received.homes, received.layouts, strict=True):
+            pieces = []
+            for rank in range(self.num_ranks):
+                own = self.first_expert[rank + 1] - self.first_expert[rank]
+                start = rank * num_tokens + first_row
+                pieces.append(sent[start : start + partial_capacity(len(home), own)])
+            first_row += len(home)
+            return_row = partial_return_row(layout, self.first_expert)
+            if len(home):
+                out[home] = combine_partials(torch.cat(pieces)[return_row.clamp(min=0)], return_row >= 0)
         return out

@@ -1,7 +1,8 @@
 """Whether a rank may pre-sum the slots it holds before sending them home: a pure rule.
 
 Pre-summing groups a token's slots by rank, so its bits depend on where experts are placed. It is allowed only where
-nothing that may move experts is on and the level promises no more than one fixed deployment.
+nothing that may move experts is on and the level promises no more than one fixed deployment. With one rank nothing
+travels, so nothing is gained: slots are added as at level ``topology``, to the same bits.
 """
 
 from __future__ import annotations
@@ -19,21 +20,26 @@ class MultipleReduction:
     enabled: bool
     reason: str
 
+    def __str__(self) -> str:
+        return f"multiple_reduction {'on' if self.enabled else 'off'}: {self.reason}"
+
 
 def resolve_multiple_reduction(
     level: Literal["topology", "batch"],
-    *,
     num_redundant_experts: int,
-    rearrangement: bool,
-    transport_can: bool,
+    rearrangement_interval: int,
+    *,
+    ep_size: int,
+    device_type: str,
 ) -> MultipleReduction:
     """Apply the rule.
 
     Args:
         level: Invariance level asked for.
         num_redundant_experts: Placed copies beyond one per logical expert.
-        rearrangement: Whether experts may move while serving.
-        transport_can: Whether the dispatcher in force implements pre-summing.
+        rearrangement_interval: Steps between moves of experts while serving; 0 where they stay.
+        ep_size: Ranks in the expert-parallel group, virtual ones included.
+        device_type: ``cpu``, or another, whose dispatchers do not pre-sum.
     """
     if level == "topology":
         return MultipleReduction(False, "level topology adds every slot at the home rank")
@@ -41,8 +47,12 @@ def resolve_multiple_reduction(
         return MultipleReduction(
             False, f"{num_redundant_experts} redundant experts: a copy's rank may differ by row"
         )
-    if rearrangement:
-        return MultipleReduction(False, "rearrangement may move an expert to another rank")
-    if not transport_can:
-        return MultipleReduction(False, "the dispatcher in force returns every slot's row unreduced")
-    return MultipleReduction(True, "level batch with one fixed placement")
+    if rearrangement_interval:
+        return MultipleReduction(
+            False, f"rearrangement every {rearrangement_interval} steps may move an expert to another rank"
+        )
+    if ep_size == 1:
+        return MultipleReduction(False, "one EP rank: nothing travels")
+    if device_type != "cpu":
+        return MultipleReduction(False, f"dispatchers on {device_type} return every slot's row unreduced")
+    return MultipleReduction(True, f"level batch with one fixed placement on {ep_size} EP ranks")

@@ -40,7 +40,7 @@ from moe_runtime.errors import PeerError
 if TYPE_CHECKING:
     from moe_runtime.comm.groups import RankGroup
 
-__all__ = ["SharedMemoryLinks", "connect_shared_memory"]
+__all__ = ["SharedMemoryLinks", "connect_shared_memory", "host_id"]
 
 CONNECT_TIMEOUT_S = 30.0
 FIRST_CAPACITY = 1 << 16  # bytes of a half
@@ -148,6 +148,7 @@ class SharedMemoryLinks:
         self._outboxes = [_Outbox() for _ in sockets]
         self._inboxes = [_Inbox() for _ in sockets]
         self._num_exchanges = 0
+        self._last_beats: dict[int, tuple[int, float]] = {}
         for peer in self._sockets:
             if peer is not None:
                 peer.settimeout(2 * PULSE_S)
@@ -185,6 +186,30 @@ class SharedMemoryLinks:
             rows = incoming[recv_ends[peer] - recv_splits[peer] : recv_ends[peer]].reshape(-1)
             self._receive(peer, number, rows)
         return recv
+
+    def check_peers(self) -> None:
+        """For a rank that waits for something else than rows, now and then.
+
+        Raises:
+            PeerError: a peer has gone or stalled.
+        """
+        now_s = time.monotonic()
+        for peer, (link, pulse) in enumerate(zip(self._sockets, self._pulses, strict=True)):
+            if link is None or pulse is None:
+                continue
+            try:
+                gone = not link.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                gone = False
+            except OSError:
+                gone = True
+            if gone:
+                raise PeerError(f"{self._name(peer)} has gone: it closed its link to {self._name(self.rank)}")
+            count, since_s = self._last_beats.get(peer, (-1, now_s))
+            if int(pulse[0]) != count:
+                self._last_beats[peer] = (int(pulse[0]), now_s)
+            elif now_s - since_s >= self.stalled_after_s:
+                raise PeerError(f"{self._name(peer)} has stalled: no sign of life in {now_s - since_s:.1f} s")
 
     def close(self) -> None:
         """Close the sockets; peers that still wait are told at once."""
@@ -283,7 +308,7 @@ def connect_shared_memory(
             listener.listen(group.size)
         except OSError as error:
             reason = f"rank {group.first_rank + group.rank} cannot listen: {error.strerror}"
-        hosts = group.all_gather_bytes(_host())
+        hosts = group.all_gather_bytes(host_id())
         addresses = [data.decode() for data in group.all_gather_bytes(b"" if reason else address.encode())]
         if len(set(hosts)) > 1:
             reason = "the ranks are on several hosts"
@@ -310,6 +335,14 @@ def connect_shared_memory(
     if links is not None:
         links.close()
     return failed
+
+
+def host_id() -> bytes:
+    """Equal on ranks that share a kernel."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    except OSError:
+        return socket.gethostname().encode()
 
 
 def _connect_all(
@@ -345,14 +378,6 @@ def _greeting(link: socket.socket) -> tuple[int, NDArray[np.uint64]]:
     counter = _map_pulse(descriptor)
     os.close(descriptor)
     return int(peer), counter
-
-
-def _host() -> bytes:
-    """Equal on ranks that share a kernel."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_bytes()
-    except OSError:
-        return socket.gethostname().encode()
 
 
 def _row_bytes(rows: torch.Tensor) -> NDArray[np.uint8]:

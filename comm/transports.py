@@ -8,12 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
+
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.shared_memory import connect_shared_memory
+from moe_runtime.comm.symmetric_memory import peer_access_fault
 
-__all__ = ["DispatcherName", "Transport", "open_transport"]
+__all__ = ["DispatcherName", "Transport", "TransportName", "open_transport"]
 
 DispatcherName = Literal["auto", "collective", "symmetric", "loopback"]
+TransportName = Literal["collective", "symmetric", "loopback"]
 
 EXCHANGE_TIMEOUT_S = 300.0
 """Of an exchange: a rank may be this much later than the others, in a step or while it captures or compiles."""
@@ -21,22 +25,33 @@ EXCHANGE_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """The resolved setting, the reason for it, and the group that uses it."""
+    """The resolved setting, the reason for it, and the group that uses it.
 
-    name: Literal["collective", "symmetric", "loopback"]
+    Attributes:
+        group: The ranks. Rows of CPU ranks travel through it, by links where there are some; GPU ranks use it for the
+            step vector, and links to see that a peer is alive.
+    """
+
+    name: TransportName
     reason: str
     group: RankGroup
 
 
 def open_transport(
-    group: RankGroup, wanted: DispatcherName, *, timeout_s: float = EXCHANGE_TIMEOUT_S
+    group: RankGroup,
+    wanted: DispatcherName,
+    device: torch.device | None = None,
+    *,
+    timeout_s: float = EXCHANGE_TIMEOUT_S,
 ) -> Transport:
     """Set up the transport asked for; a collective, with one outcome on all ranks.
 
     Args:
-        group: CPU ranks, joined through torch.distributed.
-        wanted: ``collective``: torch.distributed; ``symmetric``: shared memory of one host; ``auto``: the second where
-            it can be, else the first; ``loopback``: one process that plays several ranks.
+        group: Ranks, joined through torch.distributed.
+        wanted: ``collective``: torch.distributed; ``symmetric``: memory that all ranks of one host see, shared memory
+            for CPU ranks, peer memory over NVLink or PCIe for GPUs; ``auto``: the second where it can be, else the
+            first; ``loopback``: one process that plays several ranks.
+        device: Own device; the CPU by default.
         timeout_s: How long an exchange waits for a rank.
 
     Raises:
@@ -50,6 +65,8 @@ def open_transport(
         return Transport("loopback", "asked for", group)
     if group.size == 1:
         return Transport("collective", "one rank: nothing travels", group)
+    if device is not None and device.type == "cuda":
+        return _between_gpus(group, wanted, device, timeout_s)
     if wanted == "collective":
         return Transport("collective", "asked for", group)
     links = connect_shared_memory(group, timeout_s)
@@ -59,3 +76,20 @@ def open_transport(
     if wanted == "symmetric":
         raise ValueError(f"dispatcher (symmetric) must be collective or auto here: {links}")
     return Transport("collective", links, group)
+
+
+def _between_gpus(
+    group: RankGroup, wanted: DispatcherName, device: torch.device, timeout_s: float
+) -> Transport:
+    """Rows travel on the device; the step vector through the host's shared memory where there is such."""
+    links = connect_shared_memory(group, timeout_s)
+    control = group if isinstance(links, str) else replace(group, links=links)
+    if wanted == "collective":
+        return Transport("collective", "asked for", control)
+    fault = peer_access_fault(group, device)
+    if not fault:
+        reason = "asked for" if wanted == "symmetric" else "every GPU reaches the memory of all others"
+        return Transport("symmetric", reason, control)
+    if wanted == "symmetric":
+        raise ValueError(f"dispatcher (symmetric) must be collective or auto here: {fault}")
+    return Transport("collective", fault, control)

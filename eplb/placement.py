@@ -1,6 +1,7 @@
 """Which EP rank holds which physical expert: an immutable map with checked invariants. numpy only, pure.
 
-Placement never changes a result: rows are computed the same on every rank and added by slot at the home rank.
+Placement changes no row, and no sum where rows are added by slot at the home rank. Where ranks pre-sum (level
+``batch``, comm/multiple_reduction.py) a sum depends on which logical experts share a rank.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from moe_runtime.kernels.dispatch_triton import RowHomes, home_offset
 from moe_runtime.kernels.expert_tile_triton import (
     chain,
     load_rows,
@@ -207,6 +208,7 @@ def down(
     weights: torch.Tensor,
     rows: torch.Tensor,
     *,
+    homes: RowHomes | None = None,
     expert_offset: int = 0,
     schedule: ExpertSchedule | None = None,
     pdl: bool = False,
@@ -219,13 +221,14 @@ def down(
         slot_table: As in ``gate_up``.
         ids: ``[M, K]`` int32.
         weights: ``[M, K]`` float32.
-        rows: ``[M, K, H]`` out, weighted.
+        rows: ``[M, K, H]`` out, weighted; with ``homes`` the own slot rows ``[C, K, H]``.
+        homes: Where given, a pair's row goes to its home rank's slot rows.
         expert_offset: Logical id of the first local expert.
         schedule: Default by M.
         pdl: Dependent launch.
     """
-    num_rows, num_topk, hidden = rows.shape
-    num_experts, width = w2.shape[0], w2.shape[2]
+    num_rows, num_topk = ids.shape
+    num_experts, hidden, width = w2.shape
     schedule = _checked(schedule or _default("down", num_rows, w2), mid, slot_table)
     if num_rows == 0:
         return
@@ -238,7 +241,9 @@ def down(
             weights,
             rows,
         ),
-        *(expert_offset, slot_table.shape[1], hidden, width),
+        *(ids if homes is None else homes.offsets, 1 if homes is None else homes.capacity),
+        *(0 if homes is None else homes.first_position, expert_offset, slot_table.shape[1], hidden, width),
+        HOMES=homes is not None,
         **_options(schedule, num_experts, num_topk, slot_table.shape[1], pdl),
     )
 
@@ -372,11 +377,15 @@ def _gate_up(  # type: ignore[no-untyped-def]
         first += BM
 
 
-@triton.jit(do_not_specialize=["offset", "capacity"], launch_metadata=expert_metadata)
+@triton.jit(
+    do_not_specialize=["home_capacity", "first_position", "offset", "capacity"],
+    launch_metadata=expert_metadata,
+)
 def _down(  # type: ignore[no-untyped-def]
-    mid, w, slot_table, ids, weights, rows, offset, capacity, H: tl.constexpr, W: tl.constexpr, E: tl.constexpr,
-    K: tl.constexpr, CAP: tl.constexpr, PER_SLOT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    SWAP: tl.constexpr, TMA: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    mid, w, slot_table, ids, weights, rows, home_offsets, home_capacity, first_position, offset, capacity,
+    H: tl.constexpr, W: tl.constexpr, HOMES: tl.constexpr, E: tl.constexpr, K: tl.constexpr, CAP: tl.constexpr,
+    PER_SLOT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr,
+    TMA: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (column tile, expert or pair). See ``ExpertSchedule.early_depth`` for the ids read before the wait."""
     n = tl.program_id(0) * BN
@@ -405,7 +414,6 @@ def _down(  # type: ignore[no-untyped-def]
         if SWAP:
             acc = tl.trans(acc)
         out = weighted_rounded(acc, weight[:, None], rows.dtype.element_ty)
-        tl.store(
-            rows + pair[:, None] * H + columns[None, :], out, mask=live[:, None] & (columns < H)[None, :]
-        )
+        at = home_offset(pair, home_offsets, home_capacity, first_position, K, H) if HOMES else pair * H
+        tl.store(rows + at[:, None] + columns[None, :], out, mask=live[:, None] & (columns < H)[None, :])
         first += BM

@@ -82,6 +82,7 @@ class ModelShapes:
 
     Attributes:
         windows: Distinct sliding windows of its layers, None for none.
+        num_local_experts: Experts on this device; None for all.
     """
 
     hidden: int
@@ -96,6 +97,7 @@ class ModelShapes:
     qk_norm: bool = True
     windows: tuple[int | None, ...] = (None,)
     dtype: torch.dtype = torch.bfloat16
+    num_local_experts: int | None = None
 
     @property
     def qkv_columns(self) -> int:
@@ -326,19 +328,24 @@ class ExpertOp(AuditOp):
 
     def __init__(self, shapes: ModelShapes, which: str) -> None:
         super().__init__(shapes)
+        self.num_experts = (
+            shapes.num_experts if shapes.num_local_experts is None else shapes.num_local_experts
+        )
         self.name = which
         self.is_gate_up = which == "gate_up"
         self.weights = ("w13",) if self.is_gate_up else ("w2",)
-        self.shape = f"E{shapes.num_experts} K{shapes.num_topk} H{shapes.hidden} I{shapes.width}"
+        self.shape = f"E{self.num_experts} K{shapes.num_topk} H{shapes.hidden} I{shapes.width}"
 
     def inputs(self, make: AuditInputs, kind: str, num_rows: int) -> Tensors:
         s = self.shapes
         wide = (
-            (s.num_experts, 2 * s.width, s.hidden) if self.is_gate_up else (s.num_experts, s.hidden, s.width)
+            (self.num_experts, 2 * s.width, s.hidden)
+            if self.is_gate_up
+            else (self.num_experts, s.hidden, s.width)
         )
         x_shape = (num_rows, s.hidden) if self.is_gate_up else (num_rows, s.num_topk * s.width)
         name = self.weights[0]
-        order = make.words("ids", num_rows * s.num_experts).reshape(num_rows, s.num_experts)
+        order = make.words("ids", num_rows * self.num_experts).reshape(num_rows, self.num_experts)
         ids = np.argsort(order, axis=1, kind="stable")[:, : s.num_topk].astype(np.int32)
         return {
             "x": make.values("x", x_shape, self.dtype, kind),
@@ -371,13 +378,13 @@ class ExpertOp(AuditOp):
         shape = (pairs, s.width) if self.is_gate_up else (m, s.num_topk, s.hidden)
         state = {"out": poisoned(inputs["x"], shape, self.dtype), "ids": ids}
         if isinstance(schedule, ExpertSchedule):
-            table = torch.full((s.num_experts, _capacity(m)), -1, dtype=torch.int32, device=ids.device)
+            table = torch.full((self.num_experts, _capacity(m)), -1, dtype=torch.int32, device=ids.device)
             token = torch.arange(m, device=ids.device)[:, None].expand_as(ids)
             slot = torch.arange(s.num_topk, dtype=torch.int32, device=ids.device)[None].expand_as(ids)
             table[ids.long(), token] = slot
             return state | {"table": table}
-        order = expert_order(ids, s.num_experts)
-        most = max_expert_tiles(pairs, s.num_experts, schedule.row_tile)
+        order = expert_order(ids, self.num_experts)
+        most = max_expert_tiles(pairs, self.num_experts, schedule.row_tile)
         state |= {"order": order, "tiles": expert_tiles(order.first_row, schedule.row_tile, most)}  # type: ignore[dict-item]
         return state
 

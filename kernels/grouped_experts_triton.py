@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from moe_runtime.kernels.dispatch_triton import RowHomes, home_offset
 from moe_runtime.kernels.expert_tile_triton import (
     chain,
     gather_rows,
@@ -181,6 +182,7 @@ def down_grouped(
     weights: torch.Tensor,
     rows: torch.Tensor,
     *,
+    homes: RowHomes | None = None,
     schedule: GroupedSchedule | None = None,
     pdl: bool = False,
 ) -> None:
@@ -192,7 +194,8 @@ def down_grouped(
         order: As in ``gate_up_grouped``.
         tiles: Of ``order``, with ``schedule.row_tile`` rows.
         weights: ``[M, K]`` float32.
-        rows: ``[M, K, H]`` out, weighted.
+        rows: ``[M, K, H]`` out, weighted; with ``homes`` the own slot rows ``[C, K, H]``.
+        homes: Where given, a pair's row goes to its home rank's slot rows.
         schedule: Default by rows per expert.
         pdl: Dependent launch.
     """
@@ -201,11 +204,19 @@ def down_grouped(
     if num_pairs == 0:
         return
     schedule = _checked(schedule or _default("down", mid, num_pairs, num_experts), mid, tiles)
+    to: dict[str, Any] = {
+        "home_offsets": order.pair if homes is None else homes.offsets,
+        "home_capacity": 1 if homes is None else homes.capacity,
+        "first_position": 0 if homes is None else homes.first_position,
+        "HOMES": homes is not None,
+        "K": weights.shape[1],
+    }
     if schedule.kind == "vendor":
         plain = torch._grouped_mm(mid, w2.transpose(1, 2), offs=order.first_row[1:])
         _weight_rows[(num_pairs,)](
             *(plain, rows, order.pair, weights, order.first_row, hidden, num_experts),
             BLOCK=triton.next_power_of_2(hidden),
+            **to,
             **launch_options(num_warps=8, num_stages=1, pdl=False),
         )
         return
@@ -218,6 +229,7 @@ def down_grouped(
             rows,
         ),
         *(tiles.expert, tiles.first_row, tiles.end_row, tiles.num_tiles),
+        **to,
         **_options(schedule, hidden, width, pdl),
     )
 
@@ -306,9 +318,10 @@ def _swiglu_rows(both, mid, first_row, W: tl.constexpr, E: tl.constexpr, BLOCK: 
     tl.store(mid + r * W + c, swiglu_rounded(gate, up, mid.dtype.element_ty), mask=mask)
 
 
-@triton.jit(launch_metadata=tensors_cost("rows"))
+@triton.jit(do_not_specialize=["home_capacity", "first_position"], launch_metadata=tensors_cost("plain"))
 def _weight_rows(  # type: ignore[no-untyped-def]
-    plain, rows, order, weights, first_row, H: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr
+    plain, rows, order, weights, first_row, H: tl.constexpr, E: tl.constexpr, home_offsets, home_capacity,
+    first_position, K: tl.constexpr, HOMES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Weight one expert-major row and write it to its pair."""
     r = tl.program_id(0).to(tl.int64)
@@ -318,7 +331,8 @@ def _weight_rows(  # type: ignore[no-untyped-def]
     weight = tl.load(weights + pair, mask=live, other=0.0)
     mask = (c < H) & live
     x = tl.load(plain + r * H + c, mask=mask, other=0.0).to(tl.float32)
-    tl.store(rows + pair * H + c, weighted_rounded(x, weight, rows.dtype.element_ty), mask=mask)
+    at = home_offset(pair, home_offsets, home_capacity, first_position, K, H) if HOMES else pair * H
+    tl.store(rows + at + c, weighted_rounded(x, weight, rows.dtype.element_ty), mask=mask)
 
 
 @triton.jit(launch_metadata=expert_metadata)
@@ -353,11 +367,12 @@ def _gate_up(  # type: ignore[no-untyped-def]
         tl.store(at, out, mask=live[:, None] & (c < W)[None, :])
 
 
-@triton.jit(launch_metadata=expert_metadata)
+@triton.jit(do_not_specialize=["home_capacity", "first_position"], launch_metadata=expert_metadata)
 def _down(  # type: ignore[no-untyped-def]
-    x, w, order, weights, rows, tile_expert, tile_first, tile_end, num_tiles, H: tl.constexpr, W: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, X_TMA: tl.constexpr,
-    W_TMA: tl.constexpr, FLAT: tl.constexpr, PDL: tl.constexpr,
+    x, w, order, weights, rows, tile_expert, tile_first, tile_end, num_tiles, home_offsets, home_capacity,
+    first_position, HOMES: tl.constexpr, K: tl.constexpr, H: tl.constexpr, W: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr,
+    FLAT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """As ``_gate_up``; rows are scattered to their pairs."""
     wait_for_previous(PDL)
@@ -380,4 +395,5 @@ def _down(  # type: ignore[no-untyped-def]
         weight = tl.load(weights + pair, mask=live, other=0.0)
         out = weighted_rounded(acc, weight[:, None], rows.dtype.element_ty)
         c = n + tl.arange(0, BN)
-        tl.store(rows + pair[:, None] * H + c[None, :], out, mask=live[:, None] & (c < H)[None, :])
+        at = home_offset(pair, home_offsets, home_capacity, first_position, K, H) if HOMES else pair * H
+        tl.store(rows + at[:, None] + c[None, :], out, mask=live[:, None] & (c < H)[None, :])

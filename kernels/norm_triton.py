@@ -12,16 +12,19 @@ makes its sum NaN or infinity and touches no other row.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from moe_runtime.kernels.peer_flags_triton import PeerFlags, await_flags, raise_flags
 from moe_runtime.kernels.trees import tree_sum
-from moe_runtime.kernels.triton_launch import launch_options, wait_for_previous
+from moe_runtime.kernels.triton_launch import INTERPRETED, launch_options, wait_for_previous
 
 __all__ = [
+    "RowSources",
     "add_residual_norm_reference",
     "combine_residual_norm",
     "combine_residual_norm_reference",
@@ -40,6 +43,19 @@ MAX_HIDDEN = 16384
 """The int64 sum of squares has room for this many; see ``row_sum_of_squares``."""
 
 MERGED_PARTS = (1, 2, 3, 4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSources:
+    """Which rank sent the row of a slot.
+
+    Attributes:
+        ids: ``[M, K]`` int32 physical expert ids.
+        first_expert: ``[W + 1]`` int32, exclusive prefix sums of physical experts per rank.
+    """
+
+    ids: torch.Tensor
+    first_expert: torch.Tensor
 
 
 def norm_warps(hidden: int) -> int:
@@ -148,20 +164,41 @@ def combine_residual_norm(
     residual_out: torch.Tensor,
     normed_out: torch.Tensor | None,
     *,
+    flags: PeerFlags | None = None,
+    channel: int = 0,
+    sources: RowSources | None = None,
     pdl: bool = False,
 ) -> None:
     """A token's expert rows at its home rank, the residual add and RMSNorm.
 
     Args:
-        rows: ``[M, K, H]`` weighted expert rows in slot order, model dtype, contiguous.
+        rows: ``[M, K, H]`` weighted expert rows in slot order, model dtype, contiguous; with ``sources`` what each
+            rank sent, ``[W * M, K, H]``.
         residual, weight, eps, residual_out, normed_out, pdl: As for ``merge_residual_norm``.
+        flags: Where given, raise ``channel`` first and wait for it from all ranks: peers write ``rows``.
+        channel: Of the combine.
+        sources: Where given, slot k of a token is taken from the rank that holds its expert.
 
     A row's bits do not depend on the other rows; inert rows may hold anything. No host sync.
     """
     assert rows.dtype == residual.dtype, f"rows are {rows.dtype}, the residual {residual.dtype}"
+    nothing = residual
     _launch_residual(
-        _combine_kernel, rows, residual, weight, eps, residual_out, normed_out, pdl, SLOTS=rows.shape[1]
-    )
+        _combine_kernel, rows[: residual.shape[0]], residual, weight, eps, residual_out, normed_out, pdl,
+        words=nothing if flags is None else flags.words,
+        offsets=nothing if flags is None else flags.offsets,
+        step=nothing if flags is None else flags.step,
+        channel=channel,
+        ids=nothing if sources is None else sources.ids,
+        first_expert=nothing if sources is None else sources.first_expert,
+        source_rows=residual.shape[0],
+        SLOTS=rows.shape[1],
+        FLAGS=flags is not None,
+        RANK=0 if flags is None else flags.rank,
+        SIZE=1 if flags is None else flags.size,
+        SOURCES=0 if sources is None else sources.first_expert.shape[0] - 1,
+        SPIN=not INTERPRETED,
+    )  # fmt: skip
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -363,18 +400,41 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     _finish(total, residual, residual_out, normed_out, gain, eps, row_id * H, column, mask, NORM, H)
 
 
-@triton.jit(launch_metadata=_norm_cost)
+@triton.jit
+def _slot_row(  # type: ignore[no-untyped-def]
+    row_id, slot, ids, first_expert, source_rows, SLOTS: tl.constexpr, SOURCES: tl.constexpr, H: tl.constexpr
+):  # fmt: skip
+    """Elements from ``rows`` to a token's row of a slot, in the part of the rank that sent it."""
+    at = row_id * SLOTS + slot
+    if SOURCES > 0:
+        expert = tl.load(ids + at)
+        source = 0
+        for rank in range(1, SOURCES):
+            source += (expert >= tl.load(first_expert + rank)).to(tl.int32)
+        at += source * source_rows * SLOTS
+    return at.to(tl.int64) * H
+
+
+@triton.jit(do_not_specialize=["channel", "source_rows"], launch_metadata=_norm_cost)
 def _combine_kernel(  # type: ignore[no-untyped-def]
-    branch, residual, weight, residual_out, normed_out, eps,
-    SLOTS: tl.constexpr, NORM: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    branch, residual, weight, residual_out, normed_out, eps, words, offsets, step, channel, ids, first_expert,
+    source_rows, SLOTS: tl.constexpr, FLAGS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
+    SOURCES: tl.constexpr, SPIN: tl.constexpr, NORM: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, BLOCK)
     mask = column < H
     gain = tl.load(weight + column, mask=mask, other=0.0)
     wait_for_previous(PDL)
+    if FLAGS:
+        value = tl.load(step)
+        if tl.program_id(0) == 0:
+            raise_flags(words, offsets, channel, value, RANK, SIZE, SPIN)
+        await_flags(words, channel, value, SIZE, SPIN)
     row_id = tl.program_id(0).to(tl.int64)
-    slot_rows = branch + row_id * (SLOTS * H) + column
-    total = tl.load(slot_rows, mask=mask, other=0.0).to(tl.float32)
+    first = _slot_row(row_id, 0, ids, first_expert, source_rows, SLOTS, SOURCES, H)
+    total = tl.load(branch + first + column, mask=mask, other=0.0).to(tl.float32)
     for slot in tl.static_range(1, SLOTS):
-        total += tl.load(slot_rows + slot * H, mask=mask, other=0.0).to(tl.float32)
+        at = _slot_row(row_id, slot, ids, first_expert, source_rows, SLOTS, SOURCES, H)
+        total += tl.load(branch + at + column, mask=mask, other=0.0).to(tl.float32)
     _finish(total, residual, residual_out, normed_out, gain, eps, row_id * H, column, mask, NORM, H)

@@ -30,7 +30,7 @@ def main(args: Sequence[str] | None = None) -> int:
     """Check, and print the table on rank 0. Returns the exit code."""
     config = parse_config(CheckConfig, args, prog="moe_runtime.check")
     try:
-        group = init_ranks()
+        group = init_ranks(config.engine.device)
         setup_logging(group.rank)
         with progress_bar("loading weights", shown=group.rank == 0) as on_progress:
             llm = LLM.from_config(config.engine_in_force, group=group, on_progress=on_progress)

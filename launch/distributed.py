@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from moe_runtime.comm.groups import RankGroup
+from moe_runtime.comm.symmetric_memory import keep_multicast_off
 from moe_runtime.comm.tensor_parallel import TensorParallel
 
 __all__ = ["close_ranks", "init_ranks"]
@@ -16,10 +18,14 @@ __all__ = ["close_ranks", "init_ranks"]
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)
 
 
-def init_ranks() -> RankGroup:
+def init_ranks(device: Literal["auto", "cpu", "cuda"] = "cpu") -> RankGroup:
     """Join the expert-parallel group; one thread per rank.
 
-    Reads RANK, WORLD_SIZE and the rendezvous address as torchrun sets them.
+    Reads RANK, WORLD_SIZE, LOCAL_RANK and the rendezvous address as torchrun sets them. Ranks that may run on GPUs get
+    one each, and a group that moves tensors of GPUs (NCCL) as well as of the CPU (gloo).
+
+    Args:
+        device: As the engine's setting.
 
     Raises:
         ValueError: the environment is incomplete or contradicts itself.
@@ -35,7 +41,14 @@ def init_ranks() -> RankGroup:
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if name not in os.environ:
             raise ValueError(f"{name} must be set where WORLD_SIZE ({size}) is above 1; torchrun sets it")
-    dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
+    backend = "gloo"
+    if device != "cpu" and torch.cuda.is_available():
+        keep_multicast_off()
+        local_rank = _integer("LOCAL_RANK")
+        if local_rank < torch.cuda.device_count():  # else the engine's settings are refused, with the reason
+            torch.cuda.set_device(local_rank)
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
     return RankGroup(rank=rank, size=size)
 
 

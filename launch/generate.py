@@ -38,7 +38,7 @@ def main(args: Sequence[str] | None = None) -> int:
     config = parse_config(GenerateConfig, args, prog="moe_runtime.generate")
     try:
         _check_distinct(config.input, config.output)
-        group = init_ranks()
+        group = init_ranks(config.engine.device)
         setup_logging(group.rank)
         lines = _read_lines(config.input)
         parsed = [parse_line(line, number) for number, line in enumerate(lines, 1) if line.strip()]

@@ -12,12 +12,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 import msgspec
 import torch
 
 from moe_runtime.comm.groups import RankGroup
-from moe_runtime.comm.multiple_reduction import resolve_multiple_reduction
 from moe_runtime.comm.tensor_parallel import TensorParallel, open_tensor_parallel
 from moe_runtime.comm.transports import Transport, open_transport
 from moe_runtime.config import ServeConfig
@@ -55,10 +55,10 @@ def main(args: Sequence[str] | None = None) -> int:
     start_s = time.monotonic()
     config = parse_config(ServeConfig, args, prog="moe_runtime.serve")
     try:
-        group = init_ranks()
+        group = init_ranks(config.engine.device)
         setup_logging(group.rank)
         plan = plan_model(config.engine, group)
-        deployment = plan_deployment(plan, config.engine)
+        deployment = plan_deployment(plan, config.engine, group)
     except (CheckpointError, ValueError) as error:
         usage_error(str(error))
     except CapacityError as error:
@@ -85,7 +85,7 @@ def main(args: Sequence[str] | None = None) -> int:
             close_ranks(group)
             return EXIT_USAGE
         try:
-            transport = open_transport(group, config.engine.dispatcher)
+            transport = open_transport(group, config.engine.dispatcher, plan.device)
             tensor_parallel = open_tensor_parallel(group, config.engine.tp, config.engine.dispatcher)
         except ValueError as error:
             logger.error("%s", error)  # on every rank alike
@@ -137,7 +137,12 @@ def _serve(
         _check_memory(plan, deployment.num_kv_blocks, group, config.engine.tp)
         with progress_bar("loading weights", shown=group.rank == 0) as on_progress:
             model = load_model(
-                plan, config.engine, group, on_progress=on_progress, tensor_parallel=tensor_parallel
+                plan,
+                config.engine,
+                group,
+                on_progress=on_progress,
+                transport=transport.name,
+                tensor_parallel=tensor_parallel,
             )
         with progress_bar("capturing graphs", shown=group.rank == 0) as on_capture:
             engine = start_engine(model, deployment, config.engine, group, on_capture=on_capture)
@@ -171,11 +176,22 @@ def _serve(
         service.run()
     except RuntimeError:
         logger.exception("rank %d stops", group.rank)
+        if plan.device.type == "cuda" and group.size > 1:
+            _leave_at_once(service, front_end)
         return EXIT_FAULT
     finally:
         service.close()
     close_ranks(group, tensor_parallel)
     return EXIT_OK
+
+
+def _leave_at_once(service: RankService, front_end: FrontEndProcess | None) -> NoReturn:
+    """End this process without waiting for its GPU, on which a kernel may wait for a rank that has gone."""
+    service.close()
+    if front_end is not None:
+        front_end.close()
+    logging.shutdown()
+    os._exit(EXIT_FAULT)
 
 
 def _check_memory(plan: ModelPlan, num_blocks: int, group: RankGroup, tp: int) -> None:
@@ -213,11 +229,7 @@ def _available_bytes() -> int:
 def _server_config(
     config: ServeConfig, plan: ModelPlan, deployment: Deployment, group: RankGroup
 ) -> ServerConfig:
-    level = config.engine.invariance
-    reduction = resolve_multiple_reduction(
-        level, num_redundant_experts=0, rearrangement=False, transport_can=False
-    )
-    logger.info("multiple_reduction %s: %s", "on" if reduction.enabled else "off", reduction.reason)
+    logger.info("%s", plan.multiple_reduction)
     return ServerConfig(
         host=config.http.host,
         port=config.http.port,
@@ -232,9 +244,9 @@ def _server_config(
         heartbeat_timeout_s=config.http.heartbeat_timeout_s,
         info={
             "system_fingerprint": f"fp_{plan.fingerprint}",
-            "invariance": level,
-            "multiple_reduction": reduction.enabled,
-            "multiple_reduction_reason": reduction.reason,
+            "invariance": config.engine.invariance,
+            "multiple_reduction": plan.multiple_reduction.enabled,
+            "multiple_reduction_reason": plan.multiple_reduction.reason,
             "numerics_version": NUMERICS_VERSION,
             "device": plan.device.type,
             "ep_size": group.size,

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from moe_runtime.comm.tensor_parallel import TensorParallel
 from moe_runtime.engine import llm as llm_module
 from moe_runtime.engine.llm import LLM
 from moe_runtime.engine.model_loader import load_on_gpu
 from tests.checkpoints import tiny_config, write_checkpoint
 from tests.kernels.triton_interpreter import DEVICE
 
+from moe_runtime.comm.gpu_exchange import StepShape  # isort: skip
 from moe_runtime.kernels.attention import BLOCK_SIZE  # isort: skip
 from moe_runtime.kernels.attention_tiles import make_row_tiles  # isort: skip
 from moe_runtime.kernels.prefill_attention_triton import CANONICAL_ROWS  # isort: skip
@@ -36,9 +38,9 @@ def gpu_config(**changes: Any) -> dict[str, Any]:
     return tiny_config("qwen3_moe", **(small | changes))
 
 
-def write_gpu_checkpoint(folder: Path, **changes: Any) -> Path:
+def write_gpu_checkpoint(folder: Path, *, kind: str = "normal", **changes: Any) -> Path:
     """A checkpoint of ``gpu_config``."""
-    return write_checkpoint(folder, gpu_config(**changes))
+    return write_checkpoint(folder, gpu_config(**changes), kind=kind)
 
 
 def gpu_llm(folder: Path, **options: Any) -> LLM:
@@ -46,11 +48,10 @@ def gpu_llm(folder: Path, **options: Any) -> LLM:
     if DEVICE == "cuda":
         return LLM(str(folder), device="cuda", **options)
 
-    def load(
-        plan: Any, config: Any, group: Any, *, on_progress: Any = None, tensor_parallel: Any = None
-    ) -> Any:
+    def load(plan: Any, *args: Any, tensor_parallel: TensorParallel, **options: Any) -> Any:
+        assert tensor_parallel.size == 1, "GPUs have no tensor-parallel groups yet"
         assert plan.device == torch.device("cpu"), "the interpreter takes CPU tensors"
-        return load_on_gpu(plan, config, on_progress)
+        return load_on_gpu(plan, *args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llm_module, "load_model", load)
@@ -80,6 +81,7 @@ def gpu_logits(llm: LLM, ids: list[int]) -> torch.Tensor:
     )
     positions = torch.arange(num, dtype=torch.int32, device=DEVICE)
     step = MixedInput(
+        shape=StepShape.of_tokens([num]),
         token_ids=torch.tensor(ids, dtype=torch.int32, device=DEVICE),
         positions=positions,
         slot_mapping=positions.long(),

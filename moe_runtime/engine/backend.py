@@ -37,15 +37,23 @@ class Deployment:
     limits: RequestLimits
 
 
-def plan_deployment(plan: ModelPlan, config: EngineConfig) -> Deployment:
-    """Settle the KV cache and, from it, the limits of requests.
+def plan_deployment(plan: ModelPlan, config: EngineConfig, group: RankGroup | None = None) -> Deployment:
+    """Settle the KV cache and, from it, the limits of requests; a collective where ranks measure their GPUs.
+
+    Args:
+        plan: The model.
+        config: Settings.
+        group: The ranks; one by default.
 
     Raises:
         CapacityError: the GPU has no room for one sequence of full length.
     """
     num_blocks = config.kv_cache_blocks
     if num_blocks is None and plan.device.type == "cuda":
-        num_blocks = gpu_num_blocks(plan, config)
+        ranks = group or RankGroup()
+        num_blocks = gpu_num_blocks(plan, config, ranks.size)
+        # Requests have one limit, whichever rank serves them.
+        num_blocks = int(ranks.all_gather(torch.tensor([num_blocks])).min())
     if num_blocks is None:
         num_blocks = default_num_blocks(
             plan.config, plan.torch_dtype, config.max_num_seqs, plan.max_model_len, config.tp
@@ -78,7 +86,7 @@ def start_engine(
     Raises:
         CapacityError: the GPU's memory ran out.
     """
-    runner = _runner(model, deployment, config, on_capture)
+    runner = _runner(model, deployment, config, group, on_capture)
     tensor_parallel = model.tensor_parallel
     if not tensor_parallel.is_first:
         assert isinstance(runner, CpuRunner), "plan_model refuses tp above 1 elsewhere"
@@ -99,6 +107,7 @@ def _runner(
     model: LoadedModel,
     deployment: Deployment,
     config: EngineConfig,
+    group: RankGroup,
     on_capture: Callable[[int, int], None] | None,
 ) -> Runner:
     plan = model.plan
@@ -115,6 +124,7 @@ def _runner(
             config.max_num_seqs,
             plan.max_model_len,
             use_graphs=not config.enforce_eager,
+            check_peers=None if group.links is None else group.links.check_peers,
         )
         if on_capture is not None and plan.device.type == "cuda":
             runner.capture_graphs(on_capture)

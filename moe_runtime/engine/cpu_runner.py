@@ -30,8 +30,10 @@ class CpuRunner(Runner):
         self.kv_cache = kv_cache
 
     @torch.inference_mode()
-    def launch(self, chunks: SequenceOf[ScheduledChunk], tokens_per_rank: SequenceOf[int]) -> LaunchedStep:
-        """See ``Runner.launch``."""
+    def launch(
+        self, chunks: SequenceOf[ScheduledChunk], tokens_per_rank: SequenceOf[int], *, is_decode: bool
+    ) -> LaunchedStep:
+        """See ``Runner.launch``; every step has one form here."""
         batch = make_batch(chunks, tokens_per_rank, self.decoder.heads.num_query_heads_per_kv_head)
         hidden = self.decoder.forward(batch.forward, self.kv_cache.layers)
         scored = score_rows(self.decoder, hidden, batch.rows)

@@ -7,12 +7,14 @@ from each sequence's slot (kernels/tokens_triton.py). Results come back by async
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 import torch
 
+from moe_runtime.comm.gpu_exchange import StepShape
 from moe_runtime.engine.batch import LogitsRow, wanted_rows
 from moe_runtime.engine.graphs import DECODE_BUCKETS, DecodeGraphs, decode_bucket
 from moe_runtime.engine.messages import TokenLogprobs
@@ -36,6 +38,12 @@ LOGITS_ROWS = 256
 
 MANY_ROWS_FROM = 4
 
+SPIN_S = 0.02
+"""Of a wait for a step, after which the host sleeps between looks."""
+SLEEP_S = 0.0005
+CHECK_S = 0.5
+"""Between looks at the other ranks."""
+
 
 class CudaRunner(Runner):
     """One rank's GPU.
@@ -46,6 +54,7 @@ class CudaRunner(Runner):
         max_num_seqs: Most sequences that run at once.
         max_model_len: Longest context, in tokens.
         use_graphs: Capture decode steps; else launch them kernel by kernel.
+        check_peers: Raises ``PeerError`` where another rank has gone or stalled: the device would wait for it for good.
     """
 
     overlaps = True
@@ -57,10 +66,12 @@ class CudaRunner(Runner):
         max_num_seqs: int,
         max_model_len: int,
         use_graphs: bool,
+        check_peers: Callable[[], None] | None = None,
     ) -> None:
         config = decoder.config
         self.decoder = decoder
         self.device = decoder.device
+        self._check_peers = check_peers
         shape = (num_kv_blocks, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
         self.kv_caches = [
             (
@@ -93,22 +104,21 @@ class CudaRunner(Runner):
             self._prepare_graph(bucket, "serial")
 
     @torch.inference_mode()
-    def launch(self, chunks: SequenceOf[ScheduledChunk], tokens_per_rank: SequenceOf[int]) -> LaunchedStep:
+    def launch(
+        self, chunks: SequenceOf[ScheduledChunk], tokens_per_rank: SequenceOf[int], *, is_decode: bool
+    ) -> LaunchedStep:
         """See ``Runner.launch``."""
         self._slots.begin_step()
         rows = wanted_rows(chunks)
-        is_decode = all(
-            chunk.num_tokens == 1 and chunk.reaches_end and chunk.sequence.max_tokens > 0 for chunk in chunks
-        )
-        bucket = decode_bucket(len(chunks), self.largest_decode) if is_decode else None
+        bucket = decode_bucket(max(tokens_per_rank), self.largest_decode) if is_decode else None
         if bucket is not None:
             return self._decode(chunks, rows, bucket)
-        return self._mixed(chunks, rows)
+        return self._mixed(chunks, rows, StepShape.of_tokens(tokens_per_rank))
 
     def _decode(self, chunks: SequenceOf[ScheduledChunk], rows: list[LogitsRow], bucket: int) -> LaunchedStep:
         """One row per sequence; the rows' order is the chunks'."""
         num_rows = len(chunks)
-        longest = 1 + max(chunk.sequence.num_computed_tokens for chunk in chunks)
+        longest = 1 + max((chunk.sequence.num_computed_tokens for chunk in chunks), default=0)
         variant = self._attention_variant(longest, bucket)
         self._prepare_graph(bucket, variant)
         size = 1 + bucket * (3 + self.max_blocks)
@@ -128,8 +138,20 @@ class CudaRunner(Runner):
         if self.graphs is not None:
             self.graphs.replay(bucket, variant)
         else:
-            self._launch_decode(bucket, variant)
+            self._launch_decode(bucket, variant, rehearse=False)
+        if not rows:
+            return LaunchedStep(rows, self._nothing_to_collect())
         return self._score(rows, self.logits[:num_rows], greedy_done=True)
+
+    def _nothing_to_collect(self) -> Callable[[], list[ScoredRow]]:
+        """Of a step without rows: waiting for it bounds how far the host runs ahead."""
+        done = _Event(self.device)
+
+        def collect() -> list[ScoredRow]:
+            done.wait(self._check_peers)
+            return []
+
+        return collect
 
     def _attention_variant(self, longest: int, bucket: int) -> str:
         """Chunks in programs of their own where contexts are long and rows alone would not fill the GPU."""
@@ -143,7 +165,7 @@ class CudaRunner(Runner):
         self._decode_inputs[0] = 0
         self.graphs.capture(bucket, variant)
 
-    def _launch_decode(self, bucket: int, variant: str) -> None:
+    def _launch_decode(self, bucket: int, variant: str, rehearse: bool) -> None:
         """Everything of a decode step that can be captured: from the inputs' buffer to greedy tokens."""
         inputs = self._decode_inputs
         num_tokens = inputs[:1]
@@ -155,12 +177,15 @@ class CudaRunner(Runner):
         resolve_tokens(host_ids, slots, self.last_token, token_ids)
         schedule = self.decoder.schedules.decode_attention(split=variant == "split")
         self.decoder.decode(
-            token_ids, positions, table, num_tokens, self.kv_caches, schedule, self.logits[:bucket]
-        )
+            token_ids, positions, table, num_tokens, self.kv_caches, schedule, self.logits[:bucket],
+            rehearse=rehearse,
+        )  # fmt: skip
         greedy(self.logits[:bucket], chosen, pdl=pdl)
         record_tokens(chosen, slots, self.last_token, pdl=pdl)
 
-    def _mixed(self, chunks: SequenceOf[ScheduledChunk], rows: list[LogitsRow]) -> LaunchedStep:
+    def _mixed(
+        self, chunks: SequenceOf[ScheduledChunk], rows: list[LogitsRow], shape: StepShape
+    ) -> LaunchedStep:
         """Any rows, kernel by kernel."""
         num_tokens = sum(chunk.num_tokens for chunk in chunks)
         num_seqs = len(chunks)
@@ -199,6 +224,7 @@ class CudaRunner(Runner):
         resolve_tokens(parts[1], parts[2], self.last_token, ids)
         hidden = self.decoder.mixed(
             MixedInput(
+                shape=shape,
                 token_ids=ids,
                 positions=parts[3],
                 slot_mapping=parts[0].view(torch.int64),
@@ -237,7 +263,7 @@ class CudaRunner(Runner):
     def _score_hidden(self, rows: list[LogitsRow], hidden: torch.Tensor) -> LaunchedStep:
         """Logits of the wanted rows, in slices."""
         if not rows:
-            return LaunchedStep(rows, list)
+            return LaunchedStep(rows, self._nothing_to_collect())
         index = self._upload([row.token_idx for row in rows])
         steps = []
         for first in range(0, len(rows), LOGITS_ROWS):
@@ -273,7 +299,7 @@ class CudaRunner(Runner):
         done = _Event(self.device)
 
         def collect() -> list[ScoredRow]:
-            done.wait()
+            done.wait(self._check_peers)
             token_ids = host_chosen.tolist()
             if host_logprobs is None:
                 return [ScoredRow(token_id, None) for token_id in token_ids]
@@ -385,9 +411,21 @@ class _Event:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
-    def wait(self) -> None:
-        if self._event is not None:
+    def wait(self, check: Callable[[], None] | None = None) -> None:
+        """Wait; a check is made now and then, and ends the wait by raising."""
+        if self._event is None:
+            return
+        if check is None:
             self._event.synchronize()
+            return
+        start_s = check_s = time.monotonic()
+        while not self._event.query():
+            now_s = time.monotonic()
+            if now_s - check_s >= CHECK_S:
+                check()
+                check_s = now_s
+            if now_s - start_s >= SPIN_S:
+                time.sleep(SLEEP_S)
 
 
 def _given_token(row: LogitsRow) -> int | None:

@@ -97,7 +97,7 @@ class Engine:
         plan = self._plan_for_followers(chunks)
         vector = StepVector(
             num_tokens=sum(chunk.num_tokens for chunk in chunks),
-            num_prefill_tokens=sum(chunk.num_tokens for chunk in chunks if chunk.num_tokens > 1),
+            num_mixed_tokens=sum(chunk.num_tokens for chunk in chunks if not chunk.is_decode),
             num_plan_items=0 if plan is None else plan.shape[0],
             num_unfinished=self.scheduler.num_unfinished + num_pending,
             epoch=epoch,
@@ -108,7 +108,7 @@ class Engine:
             return view, outputs + self._collect()
         if plan is not None:
             self.tensor_parallel.broadcast(plan, plan.shape[0])
-        launched = self.runner.launch(chunks, view.tokens_per_rank)
+        launched = self.runner.launch(chunks, view.tokens_per_rank, is_decode=view.is_decode)
         started = _StepUnderWay(launched, [_ChunkUnderWay.start(chunk) for chunk in chunks])
         outputs += self._collect()
         self._under_way = started

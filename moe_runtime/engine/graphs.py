@@ -28,27 +28,28 @@ class DecodeGraphs:
     """Captured launches by (bucket, variant), all in one memory pool.
 
     Args:
-        run: ``run(bucket, variant)`` launches a step on buffers of fixed address.
+        run: ``run(bucket, variant, rehearse)`` launches a step on buffers of fixed address; a rehearsal leaves other
+            ranks alone.
     """
 
-    def __init__(self, run: Callable[[int, str], None]) -> None:
+    def __init__(self, run: Callable[[int, str, bool], None]) -> None:
         self._run = run
         self._graphs: dict[tuple[int, str], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
 
     def capture(self, bucket: int, variant: str) -> None:
-        """Run once to compile, then capture. The run must find inert inputs: it is no step of anybody.
+        """Rehearse once to compile, then capture. Both must find inert inputs: they are no step of anybody.
 
         Raises:
             RuntimeError: naming the bucket and what to change.
         """
         torch.cuda.synchronize()
-        self._run(bucket, variant)
+        self._run(bucket, variant, True)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=self._pool):
-                self._run(bucket, variant)
+                self._run(bucket, variant, False)
         except RuntimeError as error:
             raise RuntimeError(
                 f"the decode step of {bucket} rows ({variant}) cannot be captured as a CUDA graph ({error}); "

@@ -21,6 +21,8 @@ __all__ = ["KVCache", "default_num_blocks", "gpu_num_blocks", "kv_block_bytes"]
 
 DEFAULT_CACHE_BYTES = 256 * 2**20
 GPU_RESERVE_BYTES = 3 * 2**30
+NCCL_BYTES = 2**30
+"""What communicators of a few ranks take, and more."""
 
 
 class KVCache:
@@ -57,27 +59,44 @@ def default_num_blocks(
     return max(per_sequence, min(max_num_seqs * per_sequence, affordable))
 
 
-def gpu_num_blocks(plan: ModelPlan, config: EngineConfig) -> int:
+def gpu_num_blocks(plan: ModelPlan, config: EngineConfig, num_ranks: int = 1) -> int:
     """Blocks per GPU where the user names none: what is free now, less weights, buffers and a reserve for graphs and
     compiled kernels, and no more than all sequences at full length need.
+
+    Args:
+        plan: The model.
+        config: Settings.
+        num_ranks: Over which the experts are spread.
 
     Raises:
         CapacityError: not even one sequence of full length fits.
     """
     model, item_bytes = plan.config, plan.torch_dtype.itemsize
     free_bytes, _ = torch.cuda.mem_get_info(plan.device)
-    num_weights = sum(prod(spec.shape) for spec in tensor_specs(model))
-    query = model.num_attention_heads * model.head_dim
-    row_items = (
-        3 * model.hidden_size
-        + 3 * query
-        + 2 * model.num_kv_heads * model.head_dim
-        + model.num_experts_per_tok * (model.moe_intermediate_size + model.hidden_size)
+    num_local = -(-model.num_experts // num_ranks)
+    num_weights = sum(
+        prod(spec.shape)
+        for spec in tensor_specs(model)
+        if spec.logical_expert_id is None or spec.logical_expert_id < num_local
     )
+    query = model.num_attention_heads * model.head_dim
+    row_items = 4 * model.hidden_size + 3 * query + 2 * model.num_kv_heads * model.head_dim
     buffer_bytes = config.max_num_batched_tokens * row_items * item_bytes + 3 * 256 * model.vocab_size * 4
-    # Both need Triton, which CPU machines may lack.
+    # All need Triton, which CPU machines may lack.
+    from moe_runtime.engine.gpu_experts import exchange_sizes
     from moe_runtime.kernels.attention_triton import decode_workspace_bytes
     from moe_runtime.layers.cuda_decoder import max_split_rows
+    from moe_runtime.layers.spread_experts import MAX_SLICE
+
+    pair_items = model.moe_intermediate_size + model.hidden_size
+    rows = config.max_num_batched_tokens
+    if num_ranks > 1:
+        sizes = exchange_sizes(plan, num_ranks, rows)
+        collective = config.dispatcher == "collective"
+        buffer_bytes += sizes.collective_bytes if collective else sizes.symmetric_bytes
+        buffer_bytes += NCCL_BYTES
+        rows = min(num_ranks * rows, MAX_SLICE)
+    buffer_bytes += rows * model.num_experts_per_tok * pair_items * item_bytes
 
     split_rows = max_split_rows(model, plan.device)
     buffer_bytes += decode_workspace_bytes(

@@ -1,12 +1,14 @@
 """Offline generation.
 
 Alone, one process runs the whole model. Under torchrun every rank makes the same ``LLM`` and the same calls; requests
-are spread over the ranks and every rank gets all results. Neither changes a bit of any result.
+are spread over the ranks and every rank gets all results. Neither changes a bit of any result at level ``topology``; at
+level ``batch`` the number of ranks does.
 """
 
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, fields, replace
@@ -27,6 +29,8 @@ from moe_runtime.engine.tokenizer import Tokenizer
 from moe_runtime.errors import CapacityError, CheckpointError
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,12 +88,20 @@ class LLM:
         self.config = msgspec.convert({"model": model, **options}, EngineConfig)
         self.group = group or RankGroup()
         plan = plan_model(self.config, self.group)
-        self.transport = open_transport(self.group, self.config.dispatcher)
+        if self.group.rank == 0 and self.config.invariance == "batch":  # elsewhere nobody could expect it
+            logger.info("%s", plan.multiple_reduction)
+        self.transport = open_transport(self.group, self.config.dispatcher, plan.device)
         self.group = self.transport.group
         tensor_parallel = open_tensor_parallel(self.group, self.config.tp, self.config.dispatcher)
-        deployment = plan_deployment(plan, self.config)  # on a GPU, from what is free before the weights
+        # On a GPU, from what is free before the weights.
+        deployment = plan_deployment(plan, self.config, self.group)
         self.model: LoadedModel = load_model(
-            plan, self.config, self.group, on_progress=on_progress, tensor_parallel=tensor_parallel
+            plan,
+            self.config,
+            self.group,
+            on_progress=on_progress,
+            transport=self.transport.name,
+            tensor_parallel=tensor_parallel,
         )
         try:
             self.tokenizer: Tokenizer | None = Tokenizer.from_dir(plan.model_dir)
@@ -146,7 +158,7 @@ class LLM:
             kv_cache_blocks=kv_cache_blocks or config.kv_cache_blocks,
             enforce_eager=config.enforce_eager if enforce_eager is None else enforce_eager,
         )
-        deployment = plan_deployment(self.model.plan, self.config)
+        deployment = plan_deployment(self.model.plan, self.config, self.group)
         before = self.deployment
         del self.engine  # its cache makes room for the next one's
         gc.collect()  # a runner and its graphs refer to each other

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import math
+import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,9 @@ from moe_runtime.comm.base import Dispatcher
 from moe_runtime.comm.collective import CollectiveDispatcher
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.loopback import LoopbackDispatcher
+from moe_runtime.comm.multiple_reduction import MultipleReduction, resolve_multiple_reduction
 from moe_runtime.comm.tensor_parallel import TensorParallel, check_tp
+from moe_runtime.comm.transports import TransportName
 from moe_runtime.engine.config import EngineConfig
 from moe_runtime.engine.expert_weights import is_local, make_moe
 from moe_runtime.eplb.placement import ExpertPlacement, contiguous_placement
@@ -62,8 +65,10 @@ class ModelPlan:
         dtype: Model dtype in force.
         max_model_len: Context length in force, in tokens.
         device: Where it will run.
-        fingerprint: Digest of checkpoint, dtype, numerics version and device architecture, and at level ``batch`` of
-            level and tp where that is above 1: equal fingerprints mean equal bits.
+        placement: Where the experts of every layer are, by EP rank; virtual ranks where the dispatcher is loopback.
+        multiple_reduction: Whether ranks pre-sum the slots that they hold, and why.
+        fingerprint: Digest of checkpoint, dtype, numerics version, device architecture and, where ranks pre-sum, of
+            the experts of each rank, at level ``batch`` of tp above 1, too: equal fingerprints mean equal bits.
     """
 
     model_dir: Path
@@ -71,6 +76,8 @@ class ModelPlan:
     dtype: Dtype
     max_model_len: int
     device: torch.device
+    placement: ExpertPlacement
+    multiple_reduction: MultipleReduction
     fingerprint: str
 
     @property
@@ -96,12 +103,16 @@ class LoadedModel:
     tensor_parallel: TensorParallel = field(default_factory=TensorParallel)
 
 
-def plan_model(engine_config: EngineConfig, group: RankGroup | None = None) -> ModelPlan:
-    """Read a model's configuration and file headers, and settle device, dtype and context length. Reads no weights.
+def plan_model(
+    engine_config: EngineConfig, group: RankGroup | None = None, *, placement: ExpertPlacement | None = None
+) -> ModelPlan:
+    """Read a model's configuration and file headers, and settle all that is known without weights. Reads no weights.
 
     Args:
         engine_config: Settings.
         group: The ranks; one by default.
+        placement: Where the experts of every layer are, on as many ranks as there will be, virtual ones included; by
+            default consecutive ids.
 
     Raises:
         CheckpointError: the checkpoint's configuration is missing or uses something not implemented, or a tensor is
@@ -124,11 +135,26 @@ def plan_model(engine_config: EngineConfig, group: RankGroup | None = None) -> M
     if config.vocab_size < tp:
         raise ValueError(f"vocab_size ({config.vocab_size}) must be at least tp ({tp})")
     if device.type == "cuda":
-        if engine_config.dispatcher == "loopback":
-            raise ValueError("dispatcher (loopback) is not implemented on the GPU yet; use device cpu")
         _check_gpu_model(config)
+    ep_size = 1 if group is None else group.size
+    if engine_config.dispatcher == "loopback":
+        ep_size = engine_config.loopback_ranks
+    placement = placement or contiguous_placement(config.num_experts, ep_size)
+    if placement.ep_size != ep_size:
+        raise ValueError(f"placement is for {placement.ep_size} ranks; must be for ep_size ({ep_size})")
+    # No setting moves experts yet, so the interval is 0.
+    multiple_reduction = resolve_multiple_reduction(
+        engine_config.invariance,
+        len(placement.physical_to_logical_map) - placement.num_logical_experts,
+        0,
+        ep_size=ep_size,
+        device_type=device.type,
+    )
     with _open(model_dir, dtype, engine_config, tensor_specs(config), device) as source:
         identity = f"{source.fingerprint()} {dtype} {NUMERICS_VERSION} {_architecture(device)}"
+    if multiple_reduction.enabled:
+        # The order of a rank's experts changes no bit: slots ascend.
+        identity += f" {[sorted(placement.local_logical_experts(rank)) for rank in range(ep_size)]}"
     if tp > 1 and engine_config.invariance == "batch":
         identity += f" batch tp={tp}"
     return ModelPlan(
@@ -137,6 +163,8 @@ def plan_model(engine_config: EngineConfig, group: RankGroup | None = None) -> M
         dtype=dtype,
         max_model_len=max_model_len,
         device=device,
+        placement=placement,
+        multiple_reduction=multiple_reduction,
         fingerprint=hashlib.sha256(identity.encode()).hexdigest()[:16],
     )
 
@@ -147,7 +175,7 @@ def load_model(
     group: RankGroup,
     *,
     on_progress: Callable[[int, int], None] | None = None,
-    placement: ExpertPlacement | None = None,
+    transport: TransportName = "collective",
     tensor_parallel: TensorParallel | None = None,
 ) -> LoadedModel:
     """Read this rank's weights, pack them, and prove on this machine that their shapes are position invariant.
@@ -157,9 +185,9 @@ def load_model(
     Args:
         plan: From ``plan_model``.
         engine_config: Load format and seed.
-        group: The expert-parallel group; ranks need not be in step here.
+        group: The expert-parallel group, that of the plan; ranks need not be in step here.
         on_progress: Told (tensor elements done, in total).
-        placement: Where the experts of every layer are; by default consecutive ids.
+        transport: What moves rows between GPUs.
         tensor_parallel: From ``open_tensor_parallel`` for the settings' ``tp``.
 
     Raises:
@@ -168,20 +196,23 @@ def load_model(
         ValueError: the device cannot run the model.
     """
     if plan.device.type == "cuda":
-        return load_on_gpu(plan, engine_config, on_progress)
+        return load_on_gpu(plan, engine_config, group, on_progress, transport=transport)
     torch.set_num_threads(1)  # part of the CPU's schedule, in a caller's own program too
     config, dtype = plan.config, plan.torch_dtype
     tp = tensor_parallel or TensorParallel()
     assert tp.size == engine_config.tp, f"a group of {tp.size} ranks, tp ({engine_config.tp})"
-    placement = placement or contiguous_placement(config.num_experts, group.size)
-    specs = tensor_specs(config)
-    wanted = [spec for spec in specs if is_local(spec, placement, group.rank)]
+    placement, presums = plan.placement, plan.multiple_reduction.enabled
     dispatcher: Dispatcher
     if engine_config.dispatcher == "loopback":
-        virtual = contiguous_placement(config.num_experts, engine_config.loopback_ranks)
-        dispatcher = LoopbackDispatcher(virtual.first_expert, config.num_experts_per_tok)
+        dispatcher = LoopbackDispatcher(placement.first_expert, config.num_experts_per_tok, presums=presums)
+        # This process holds the experts of all virtual ranks.
+        placement = replace(placement, first_expert=(0, placement.first_expert[-1]))
     else:
-        dispatcher = CollectiveDispatcher(group, placement.first_expert, config.num_experts_per_tok)
+        dispatcher = CollectiveDispatcher(
+            group, placement.first_expert, config.num_experts_per_tok, presums=presums
+        )
+    specs = tensor_specs(config)
+    wanted = [spec for spec in specs if is_local(spec, placement, group.rank)]
     with _open(plan.model_dir, plan.dtype, engine_config, specs, plan.device) as source:
         weights = _WeightReader(source, wanted, on_progress)
 
@@ -218,23 +249,36 @@ def audit_cpu(config: ModelConfig, tp: int = 1, level: Level = "topology") -> Au
 
 
 def load_on_gpu(
-    plan: ModelPlan, engine_config: EngineConfig, on_progress: Callable[[int, int], None] | None = None
+    plan: ModelPlan,
+    engine_config: EngineConfig,
+    group: RankGroup,
+    on_progress: Callable[[int, int], None] | None = None,
+    *,
+    transport: TransportName = "collective",
 ) -> LoadedModel:
-    """``load_model`` of one rank with all experts on its GPU; on the CPU where Triton's interpreter is on.
+    """``load_model`` of one rank on its GPU; on the CPU where Triton's interpreter is on.
 
     Args:
         plan: From ``plan_model``.
         engine_config: Load format and seed.
+        group: The expert-parallel group.
         on_progress: Told (tensor elements done, in total).
+        transport: What moves rows between GPUs.
     """
-    # Both need Triton, which CPU machines may lack.
+    # All need Triton, which CPU machines may lack.
+    from moe_runtime.engine.gpu_experts import make_gpu_experts
     from moe_runtime.engine.start_audit import check_schedules, load_schedules
     from moe_runtime.layers.cuda_decoder import CudaDecoder
 
     schedules = load_schedules(plan.device, plan.torch_dtype, engine_config.audit_cache)
-    specs = tensor_specs(plan.config)
+    placement, specs = plan.placement, tensor_specs(plan.config)
+    local_experts: Sequence[int] | None = None
+    wanted = specs
+    if transport != "loopback":  # which holds the experts of all virtual ranks
+        local_experts = placement.local_logical_experts(group.rank)
+        wanted = [spec for spec in specs if is_local(spec, placement, group.rank)]
     with _open(plan.model_dir, plan.dtype, engine_config, specs, plan.device) as source:
-        weights = _WeightReader(source, specs, on_progress)
+        weights = _WeightReader(source, wanted, on_progress)
 
         def read(role: str, layer_idx: int, expert_id: int | None) -> torch.Tensor:
             return weights.read(role, None if layer_idx < 0 else layer_idx, expert_id)
@@ -247,8 +291,10 @@ def load_on_gpu(
             engine_config.max_num_batched_tokens,
             plan.device,
             schedules,
+            local_experts,
+            make_gpu_experts(plan, group, transport, schedules),
         )
-        source.close(expected=specs)
+        source.close(expected=wanted)
     audit = AuditReport()
     if plan.device.type == "cuda":  # tests cover the interpreter, in which this would take minutes
         audit = check_schedules(decoder)
@@ -299,12 +345,16 @@ def _device(engine_config: EngineConfig, group: RankGroup | None) -> torch.devic
         raise ValueError("device (cuda) must be cpu here: torch sees no GPU")
     if engine_config.tp > 1:
         raise ValueError(f"tp ({engine_config.tp}) is not implemented on the GPU yet; set device to cpu")
-    if num_ranks > 1:
+    if num_ranks == 1:
+        return torch.device("cuda")
+    local_rank, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local_rank >= num_gpus:
         # The CPU has other bits, so nothing falls back to it silently.
         raise ValueError(
-            f"{num_ranks} ranks on GPUs are not implemented yet; start one rank, or set device to cpu"
+            f"device ({engine_config.device}) must be cpu with more ranks on a host than GPUs: this is rank "
+            f"{local_rank} there, and torch sees {num_gpus}"
         )
-    return torch.device("cuda")
+    return torch.device("cuda", local_rank)
 
 
 def _check_gpu_model(config: ModelConfig) -> None:

@@ -38,10 +38,13 @@ class Runner(ABC):
     overlaps: bool = False
 
     @abstractmethod
-    def launch(self, chunks: SequenceOf[ScheduledChunk], tokens_per_rank: SequenceOf[int]) -> LaunchedStep:
+    def launch(
+        self, chunks: SequenceOf[ScheduledChunk], tokens_per_rank: SequenceOf[int], *, is_decode: bool
+    ) -> LaunchedStep:
         """Start a step; a collective of all ranks, with no chunks too.
 
         Args:
             chunks: From the scheduler; their sequences are as before the step.
             tokens_per_rank: Tokens whose home is each rank, in the step.
+            is_decode: ``StepView.is_decode``; the same on every rank.
         """

@@ -51,6 +51,11 @@ class ScheduledChunk:
         """Whether the sequence's last token is in the chunk, so that the next one can be chosen."""
         return self.num_tokens == self.sequence.num_uncomputed_tokens
 
+    @property
+    def is_decode(self) -> bool:
+        """One token, after which the next is chosen and nothing else is wanted."""
+        return self.num_tokens == 1 and self.reaches_end and self.sequence.max_tokens > 0
+
 
 class Scheduler:
     """Continuous batching with chunked prefill over one rank's KV blocks."""

@@ -22,8 +22,10 @@ __all__ = ["audit_folder", "check_schedules", "load_schedules", "model_shapes"]
 logger = logging.getLogger(__name__)
 
 
-def model_shapes(config: ModelConfig, dtype: torch.dtype) -> ModelShapes:
-    """What the kernels see of a model."""
+def model_shapes(
+    config: ModelConfig, dtype: torch.dtype, num_local_experts: int | None = None
+) -> ModelShapes:
+    """What the kernels see of a model, of which this device holds some or all experts."""
     return ModelShapes(
         hidden=config.hidden_size,
         num_query_heads=config.num_attention_heads,
@@ -37,6 +39,7 @@ def model_shapes(config: ModelConfig, dtype: torch.dtype) -> ModelShapes:
         qk_norm=config.qk_norm,
         windows=tuple(dict.fromkeys(config.sliding_windows)),
         dtype=dtype,
+        num_local_experts=num_local_experts,
     )
 
 
@@ -67,12 +70,17 @@ def check_schedules(decoder: CudaDecoder) -> AuditReport:
         "o_proj": layer.o_proj,
         "lm_head": decoder.lm_head,
         "router": layer.router,
-        "w13": layer.w13,
-        "w2": layer.w2,
+        "w13": layer.experts.w13,
+        "w2": layer.experts.w2,
     }
+    num_local_experts: int | None = layer.experts.w13.shape[0]
+    if num_local_experts is not None and num_local_experts < decoder.config.num_experts_per_tok:
+        # The audit routes a token to as many different experts; it makes up the weights of more of them.
+        del weights["w13"], weights["w2"]
+        num_local_experts = None
     with torch.inference_mode():
         count = audit_short(
-            model_shapes(decoder.config, decoder.dtype),
+            model_shapes(decoder.config, decoder.dtype, num_local_experts),
             decoder.schedules,
             decoder.device,
             weights,

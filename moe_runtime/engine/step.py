@@ -24,7 +24,7 @@ class StepVector:
 
     Attributes:
         num_tokens: Tokens it will run, with the other ranks of its group.
-        num_prefill_tokens: Those of them that belong to chunks of more than one token.
+        num_mixed_tokens: Those of them that a decode step cannot run (``ScheduledChunk.is_decode``).
         num_plan_items: Length of the plan that it will send to the other ranks of its tensor-parallel group.
         num_unfinished: Sequences waiting or running, before the step.
         epoch: Latest message epoch it has seen.
@@ -32,7 +32,7 @@ class StepVector:
     """
 
     num_tokens: int = 0
-    num_prefill_tokens: int = 0
+    num_mixed_tokens: int = 0
     num_plan_items: int = 0
     num_unfinished: int = 0
     epoch: int = 0
@@ -56,6 +56,11 @@ class StepView:
         """Tokens whose home is each rank: token i of a group's step is at home on the group's rank i mod tp."""
         totals = [self.vectors[first].num_tokens for first in range(0, len(self.vectors), self.tp)]
         return tuple(len(range(rank, total, self.tp)) for total in totals for rank in range(self.tp))
+
+    @property
+    def is_decode(self) -> bool:
+        """Every token of every rank is the newest of a sequence that goes on: all ranks run the decode form."""
+        return not any(v.num_mixed_tokens for v in self.vectors)
 
     @property
     def is_empty(self) -> bool:

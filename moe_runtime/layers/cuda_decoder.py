@@ -16,18 +16,19 @@ from dataclasses import dataclass
 
 import torch
 
+from moe_runtime.comm.gpu_exchange import StepShape
 from moe_runtime.kernels.attention_tree_triton import check_heads
 from moe_runtime.kernels.attention_triton import DecodeSchedule, attend_decode, decode_workspace
-from moe_runtime.kernels.experts_triton import MAX_CAPACITY, ExpertSchedules, down, gate_up
+from moe_runtime.kernels.experts_triton import MAX_CAPACITY
 from moe_runtime.kernels.gemm import PARTS
 from moe_runtime.kernels.gemm_triton import dense_gemm, dense_gemm_parts, vendor_gemm
 from moe_runtime.kernels.gpu_schedules import GpuSchedules, device_kind
-from moe_runtime.kernels.grouped_experts_triton import down_grouped, gate_up_grouped
-from moe_runtime.kernels.norm_triton import combine_residual_norm, embed_norm, merge_residual_norm
+from moe_runtime.kernels.norm_triton import embed_norm, merge_residual_norm
 from moe_runtime.kernels.prefill_attention_triton import RowSchedule, attend_rows
 from moe_runtime.kernels.rope_write_triton import rope_and_write
 from moe_runtime.kernels.router_triton import router_logits
-from moe_runtime.kernels.topk_triton import expert_order, expert_tiles, max_expert_tiles, topk
+from moe_runtime.kernels.topk_triton import topk
+from moe_runtime.layers.cuda_experts import Experts, LayerExperts, LocalExperts
 from moe_runtime.layers.rotary import RotaryTable
 from moe_runtime.models.model_config import ModelConfig
 
@@ -35,6 +36,7 @@ __all__ = [
     "MAX_DECODE_ROWS",
     "CudaDecoder",
     "ExpertReader",
+    "ExpertsMaker",
     "KVCaches",
     "MixedInput",
     "RowTiles",
@@ -46,6 +48,9 @@ MAX_DECODE_ROWS = MAX_CAPACITY
 
 ExpertReader = Callable[[str, int, int | None], torch.Tensor]
 """``(role, layer_idx, logical expert or None)`` to the checkpoint's tensor, on any device."""
+
+ExpertsMaker = Callable[[int], Experts]
+"""From the most rows of a step to the experts' half of all layers; a collective where ranks are several."""
 
 KVCaches = SequenceOf[tuple[torch.Tensor, torch.Tensor]]
 
@@ -60,9 +65,10 @@ class RowTiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedInput:
-    """A step of any rows, on the device.
+    """A step of any rows, on the device; of none, where other ranks have some.
 
     Attributes:
+        shape: What all ranks know of the step.
         token_ids, positions: ``[T]`` int32.
         slot_mapping: ``[T]`` int64.
         num_tokens: ``[1]`` int32, T.
@@ -70,6 +76,7 @@ class MixedInput:
         tiles: Every token is in one tile of one of them.
     """
 
+    shape: StepShape
     token_ids: torch.Tensor
     positions: torch.Tensor
     slot_mapping: torch.Tensor
@@ -100,6 +107,7 @@ class CudaDecoder:
         max_split_rows: See the function of that name; ``workspace`` is for as many.
         pdl: Launch kernels dependent on the one before; a schedule.
         schedules: Decides the schedule of every launch.
+        experts: The experts' half of every layer.
 
     Args:
         config: Model; every layer a mixture of experts.
@@ -109,6 +117,8 @@ class CudaDecoder:
         max_rows: Most tokens of a step.
         device: Where everything lives.
         schedules: The device's table; by default the one without an audit.
+        local_experts: Logical experts to load; by default all.
+        make_experts: Runs them, and gets rows from and to other ranks; by default all are here.
 
     Raises:
         ValueError: the model has something that this path does not implement.
@@ -123,6 +133,8 @@ class CudaDecoder:
         max_rows: int,
         device: torch.device,
         schedules: GpuSchedules | None = None,
+        local_experts: SequenceOf[int] | None = None,
+        make_experts: ExpertsMaker | None = None,
     ) -> None:
         check_supported(config)
         self.config = config
@@ -139,22 +151,35 @@ class CudaDecoder:
         self.embedding = load("embed")
         self.lm_head = self.embedding if config.tie_word_embeddings else load("lm_head")
         self.layers = [
-            _Layer(config, layer_idx, load, read, device) for layer_idx in range(config.num_layers)
+            _Layer(config, layer_idx, load, read, local_experts, device)
+            for layer_idx in range(config.num_layers)
         ]
         norms = [layer.input_norm for layer in self.layers[1:]]
         self.next_norms = [*norms, load("final_norm").float()]
-        self.buffers = _Buffers(config, max(max_rows, MAX_DECODE_ROWS), dtype, device)
+        self._make_experts = make_experts or self._all_local
+        self._make_buffers(max(max_rows, MAX_DECODE_ROWS))
         self.max_split_rows = max_split_rows(config, device)
         self.workspace = decode_workspace(
             self.max_split_rows, config.num_attention_heads, config.head_dim, max_model_len, device
         )
 
+    def _all_local(self, max_rows: int) -> Experts:
+        return LocalExperts(self.config, self.schedules, max_rows, self.dtype, self.device)
+
+    def _make_buffers(self, max_rows: int) -> None:
+        self.buffers = _Buffers(self.config, max_rows, self.dtype, self.device)
+        self.experts = self._make_experts(max_rows)
+
     def reserve_rows(self, max_rows: int) -> None:
-        """Have room for steps of ``max_rows`` tokens and no more; graphs captured before are of no use then."""
+        """Have room for steps of ``max_rows`` tokens, on one rank no more; graphs captured before are of no use then. A
+        collective where ranks are several, whose common buffers only grow."""
         max_rows = max(max_rows, MAX_DECODE_ROWS)
-        if self.buffers.max_rows != max_rows:
-            del self.buffers  # its memory makes room for the next ones
-            self.buffers = _Buffers(self.config, max_rows, self.dtype, self.device)
+        if self.buffers.max_rows == max_rows or (
+            self.experts.num_processes > 1 and self.buffers.max_rows > max_rows
+        ):
+            return
+        del self.buffers, self.experts  # their memory makes room for the next ones
+        self._make_buffers(max_rows)
 
     def decode(
         self,
@@ -165,6 +190,8 @@ class CudaDecoder:
         kv_caches: KVCaches,
         attention: DecodeSchedule,
         logits: torch.Tensor,
+        *,
+        rehearse: bool = False,
     ) -> None:
         """One row per sequence, to logits; can be captured in a graph.
 
@@ -176,14 +203,18 @@ class CudaDecoder:
             kv_caches: Per layer.
             attention: Schedule of attention.
             logits: ``[M, vocab]`` float32, written; inert rows hold anything.
+            rehearse: No step of anybody: other ranks do not take part.
         """
         config, eps, m = self.config, self.config.rms_norm_eps, token_ids.shape[0]
         b = self.buffers.rows(m)
         pdl, table = self.pdl, self.schedules
-        hidden, width = config.hidden_size, config.moe_intermediate_size
-        query = b.attention.shape[1]
+        hidden, query = config.hidden_size, b.attention.shape[1]
         o_proj = table.dense_parts(m, hidden, query, PARTS["row"])
-        router, choice, experts = table.router(m, hidden), table.topk(m), table.experts(m, hidden, width)
+        router, choice = table.router(m, hidden), table.topk(m)
+        experts = self.experts.rehearsal() if rehearse else self.experts
+        shape = StepShape.of_bucket(m, experts.num_processes)
+        routed = experts.routed_rows(shape)
+        experts.begin_step(pdl=False)
         embed_norm(token_ids, self.embedding, self.layers[0].input_norm, eps, b.residual, b.normed)
         for layer, next_norm, (k_cache, v_cache) in zip(self.layers, self.next_norms, kv_caches, strict=True):
             self._gemm(b.normed, layer.qkv, b.qkv, bias=layer.qkv_bias)
@@ -194,17 +225,17 @@ class CudaDecoder:
             )  # fmt: skip
             dense_gemm_parts(b.attention, layer.o_proj, b.parts, schedule=o_proj, pdl=pdl)
             merge_residual_norm(
-                b.parts, b.residual, layer.post_attention_norm, eps, b.residual, b.normed,
+                b.parts, b.residual, layer.post_attention_norm, eps, b.residual, routed.x,
                 bias=layer.o_bias, pdl=pdl,
             )  # fmt: skip
-            router_logits(b.normed, layer.router, b.router_logits, schedule=router, pdl=pdl)
-            slot_table = self.buffers.slot_table(m)
+            router_logits(routed.x, layer.router, b.router_logits, schedule=router, pdl=pdl)
             topk(
                 b.router_logits, num_tokens, config.num_experts_per_tok, config.norm_topk_prob,
-                b.topk_ids, b.topk_weights, slot_table, schedule=choice, pdl=pdl,
+                routed.ids, routed.weights, routed.slot_table, schedule=choice, pdl=pdl,
             )  # fmt: skip
-            self._few_experts(layer, b, slot_table, experts)
-            combine_residual_norm(b.expert_rows, b.residual, next_norm, eps, b.residual, b.normed, pdl=pdl)
+            experts.run(
+                layer.layer_idx, layer.experts, shape, num_tokens, b.residual, next_norm, b.normed, pdl=pdl
+            )
         self._gemm(b.normed, self.lm_head, logits)
 
     def mixed(self, step: MixedInput, kv_caches: KVCaches) -> torch.Tensor:
@@ -212,8 +243,23 @@ class CudaDecoder:
         config, eps, num_tokens = self.config, self.config.rms_norm_eps, step.token_ids.shape[0]
         b = self.buffers.rows(num_tokens)
         pdl, table = self.pdl, self.schedules
-        few = num_tokens <= MAX_CAPACITY
-        hidden, width = config.hidden_size, config.moe_intermediate_size
+        shape, experts = step.shape, self.experts
+        routed = experts.routed_rows(shape)
+        experts.begin_step(pdl=False)
+        if num_tokens == 0:
+            for layer, next_norm in zip(self.layers, self.next_norms, strict=True):
+                experts.run(
+                    layer.layer_idx,
+                    layer.experts,
+                    shape,
+                    step.num_tokens,
+                    b.residual,
+                    next_norm,
+                    b.normed,
+                    pdl=pdl,
+                )
+            return b.normed
+        hidden = config.hidden_size
         router, choice, rope = table.router(num_tokens, hidden), table.topk(num_tokens), table.rope()
         embed_norm(step.token_ids, self.embedding, self.layers[0].input_norm, eps, b.residual, b.normed)
         q = b.q.view(num_tokens, config.num_attention_heads, config.head_dim)
@@ -230,19 +276,23 @@ class CudaDecoder:
                 )  # fmt: skip
             self._gemm(b.attention, layer.o_proj, b.branch, parts=PARTS["row"], bias=layer.o_bias)
             merge_residual_norm(
-                b.branch[:, None], b.residual, layer.post_attention_norm, eps, b.residual, b.normed, pdl=pdl
+                b.branch[:, None], b.residual, layer.post_attention_norm, eps, b.residual, routed.x, pdl=pdl
             )
-            router_logits(b.normed, layer.router, b.router_logits, schedule=router, pdl=pdl)
-            slot_table = self.buffers.slot_table(num_tokens) if few else None
+            router_logits(routed.x, layer.router, b.router_logits, schedule=router, pdl=pdl)
             topk(
                 b.router_logits, step.num_tokens, config.num_experts_per_tok, config.norm_topk_prob,
-                b.topk_ids, b.topk_weights, slot_table, schedule=choice, pdl=pdl,
+                routed.ids, routed.weights, routed.slot_table, schedule=choice, pdl=pdl,
             )  # fmt: skip
-            if slot_table is not None:
-                self._few_experts(layer, b, slot_table, table.experts(num_tokens, hidden, width))
-            else:
-                self._grouped_experts(layer, b, pdl)
-            combine_residual_norm(b.expert_rows, b.residual, next_norm, eps, b.residual, b.normed, pdl=pdl)
+            experts.run(
+                layer.layer_idx,
+                layer.experts,
+                shape,
+                step.num_tokens,
+                b.residual,
+                next_norm,
+                b.normed,
+                pdl=pdl,
+            )
         return b.normed
 
     def _gemm(
@@ -267,35 +317,6 @@ class CudaDecoder:
         schedule = self.schedules.dense(m, n, k, parts)
         dense_gemm(x, w, out, parts=parts, bias=bias, schedule=schedule, pdl=self.pdl)
 
-    def _few_experts(
-        self, layer: _Layer, b: _Rows, slot_table: torch.Tensor, schedules: ExpertSchedules
-    ) -> None:
-        """Experts of up to ``MAX_CAPACITY`` rows, found through the slot table."""
-        ids = b.topk_ids
-        gate_up(b.normed, layer.w13, slot_table, ids, b.mid, schedule=schedules.gate_up, pdl=self.pdl)
-        down(
-            b.mid, layer.w2, slot_table, ids, b.topk_weights, b.expert_rows,
-            schedule=schedules.down, pdl=self.pdl,
-        )  # fmt: skip
-
-    def _grouped_experts(self, layer: _Layer, b: _Rows, pdl: bool) -> None:
-        """Experts over expert-major rows; the gathered rows use the room of the expert rows, which follow them."""
-        num_pairs, num_experts = b.mid.shape[0], self.config.num_experts
-        schedules = self.schedules.grouped_experts(
-            num_pairs, num_experts, self.config.hidden_size, self.config.moe_intermediate_size
-        )
-        order = expert_order(b.topk_ids, num_experts, pdl=pdl)
-        tile_rows = schedules.gate_up.row_tile
-        max_tiles = max_expert_tiles(num_pairs, num_experts, tile_rows)
-        tiles = expert_tiles(order.first_row, tile_rows, max_tiles, pdl=pdl)
-        gathered = b.expert_rows.view(num_pairs, -1)
-        gate_up_grouped(
-            b.normed, layer.w13, order, tiles, b.mid, gathered=gathered, schedule=schedules.gate_up, pdl=pdl
-        )
-        down_grouped(
-            b.mid, layer.w2, order, tiles, b.topk_weights, b.expert_rows, schedule=schedules.down, pdl=pdl
-        )
-
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[rows, vocab]`` float32 from ``[rows, hidden]``."""
         out = torch.empty(hidden.shape[0], self.config.vocab_size, dtype=torch.float32, device=self.device)
@@ -312,8 +333,10 @@ class _Layer:
         layer_idx: int,
         load: Callable[[str, int], torch.Tensor],
         read: ExpertReader,
+        local_experts: SequenceOf[int] | None,
         device: torch.device,
     ) -> None:
+        self.layer_idx = layer_idx
         self.window = config.sliding_windows[layer_idx]
         self.input_norm = load("input_norm", layer_idx).float()
         self.post_attention_norm = load("post_attention_norm", layer_idx).float()
@@ -327,13 +350,13 @@ class _Layer:
         self.q_norm = load("q_norm", layer_idx).float() if config.qk_norm else None
         self.k_norm = load("k_norm", layer_idx).float() if config.qk_norm else None
         self.router = load("router", layer_idx)
-        hidden, width, num_experts = config.hidden_size, config.moe_intermediate_size, config.num_experts
-        self.w13 = torch.empty(num_experts, 2 * width, hidden, dtype=self.qkv.dtype, device=device)
-        self.w2 = torch.empty(num_experts, hidden, width, dtype=self.qkv.dtype, device=device)
-        for expert in range(num_experts):
-            self.w13[expert, :width].copy_(read("gate_proj", layer_idx, expert))
-            self.w13[expert, width:].copy_(read("up_proj", layer_idx, expert))
-            self.w2[expert].copy_(read("down_proj", layer_idx, expert))
+        self.experts = LayerExperts.load(
+            config,
+            range(config.num_experts) if local_experts is None else local_experts,
+            lambda role, expert: read(role, layer_idx, expert),
+            self.qkv.dtype,
+            device,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -348,10 +371,6 @@ class _Rows:
     branch: torch.Tensor
     parts: torch.Tensor
     router_logits: torch.Tensor
-    topk_ids: torch.Tensor
-    topk_weights: torch.Tensor
-    mid: torch.Tensor
-    expert_rows: torch.Tensor
 
 
 class _Buffers:
@@ -359,25 +378,17 @@ class _Buffers:
 
     def __init__(self, config: ModelConfig, max_rows: int, dtype: torch.dtype, device: torch.device) -> None:
         self.max_rows = max_rows
-        self.num_topk = config.num_experts_per_tok
-        self.num_experts = config.num_experts
         heads, kv_heads = config.num_attention_heads, config.num_kv_heads
         hidden, query = config.hidden_size, heads * config.head_dim
 
         def make(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
             return torch.zeros(*shape, dtype=kind, device=device)
 
-        pairs = max_rows * self.num_topk
         self.residual, self.normed, self.branch = (make(max_rows, hidden) for _ in range(3))
         self.qkv = make(max_rows, query + 2 * kv_heads * config.head_dim)
         self.q, self.attention = make(max_rows, query), make(max_rows, query)
         self.parts = make(MAX_DECODE_ROWS, PARTS["row"], hidden, kind=torch.float32)
         self.router_logits = make(max_rows, config.num_experts, kind=torch.float32)
-        self.topk_ids = make(max_rows, self.num_topk, kind=torch.int32)
-        self.topk_weights = make(max_rows, self.num_topk, kind=torch.float32)
-        self.mid = make(pairs, config.moe_intermediate_size)
-        self.expert_rows = make(max_rows, self.num_topk, hidden)
-        self._slot_tables = make(config.num_experts * MAX_CAPACITY, kind=torch.int32)
 
     def rows(self, m: int) -> _Rows:
         """Views for M rows."""
@@ -390,16 +401,7 @@ class _Buffers:
             branch=self.branch[:m],
             parts=self.parts[:m],
             router_logits=self.router_logits[:m],
-            topk_ids=self.topk_ids[:m],
-            topk_weights=self.topk_weights[:m],
-            mid=self.mid[: m * self.num_topk],
-            expert_rows=self.expert_rows[:m],
         )
-
-    def slot_table(self, m: int) -> torch.Tensor:
-        """``[num_experts, capacity]`` for M rows, the capacity a power of two of at least 16."""
-        capacity = max(16, 1 << (m - 1).bit_length())
-        return self._slot_tables[: self.num_experts * capacity].view(self.num_experts, capacity)
 
 
 def _room(rows: torch.Tensor) -> int:

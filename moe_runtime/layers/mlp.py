@@ -9,7 +9,6 @@ import torch
 from moe_runtime.comm.base import Dispatcher
 from moe_runtime.comm.tensor_parallel import TensorParallel
 from moe_runtime.kernels.activation import swiglu
-from moe_runtime.kernels.combine import combine_slots
 from moe_runtime.kernels.gemm import PARTS, linear, pack_weight
 from moe_runtime.kernels.grouped_gemm import PackedExpert, expert_rows
 from moe_runtime.kernels.router import route, router_logits
@@ -56,7 +55,7 @@ class DenseMLP:
 
 
 class MoE:
-    """Router on the home rank, experts wherever they are placed, sum by slot on the home rank.
+    """Router on the home rank, experts wherever they are placed, the sum as the dispatcher makes it.
 
     Args:
         router: ``[num_experts, hidden]`` router weight.
@@ -103,7 +102,7 @@ class MoE:
             received.weights,
             self.experts,
         )
-        return combine_slots(self.dispatcher.combine(rows, received)), topk_idx
+        return self.dispatcher.combine_sum(rows, received), topk_idx
 
 
 def _share(weight: torch.Tensor, tp: TensorParallel) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """The axes of the check: which batches each runs. What a request gives must be the same in all of them.
 
 A request is known by its name. Its reference is its output in the reference batch or, for the modes that bring their
-own prompts (``single``, ``mixed``, ``prefix``), in the first batch that holds it.
+own prompts (``single``, ``mixed``, ``prefix``), in the first batch that holds it. All batches run on one deployment, so
+both levels promise every axis.
 """
 
 from __future__ import annotations

@@ -169,6 +169,8 @@ def _facts(llm: LLM, config: CheckConfig) -> dict[str, str | int]:
         "context": llm.limits.max_total_tokens,
         "ranks": llm.group.size,
         "tp": llm.config.tp,
+        "invariance": llm.config.invariance,
+        "multiple reduction": "on" if llm.model.plan.multiple_reduction.enabled else "off",
         "prompts": config.num_prompts,
         "output tokens": config.max_tokens,
         "seed": config.seed,

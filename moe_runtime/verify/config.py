@@ -17,7 +17,8 @@ __all__ = ["CheckConfig"]
 class CheckConfig:
     """Prove that results depend on nothing but the request.
 
-    Prompts and their seeds depend on ``--seed`` (0 where none is given), model and context length alone.
+    Prompts and their seeds depend on ``--seed`` (0 where none is given), model and context length alone. Every axis
+    holds at level ``batch`` too: it stays within one deployment. Digests compare deployments: level ``topology``.
 
     Attributes:
         num_prompts: Random prompts in the reference batch.
@@ -29,7 +30,8 @@ class CheckConfig:
         control: Tree to switch off in all runs, to see the check fail: split-k-gemm, free-gemm, arrival-combine,
             batch-attention, batch-noise. Exit code 4 when the check notices, 5 when it does not. Where no dtype is
             given, float32: a few bfloat16 rows mostly add to the same fp32 sum in any order.
-        expect_digest: Digest that the outputs of the reference batch must have, from another run of the same check.
+        expect_digest: Digest that the outputs of the reference batch must have, from another run of the same check; at
+            level ``batch`` with multiple reduction on, from one on as many ranks (with the same fingerprint).
     """
 
     num_prompts: int = 64

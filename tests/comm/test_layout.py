@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_runtime.comm.layout import combine_capacity, dispatch_layout, expert_pairs
+from moe_runtime.comm.layout import (
+    combine_capacity,
+    dispatch_layout,
+    expert_pairs,
+    partial_capacity,
+    partial_return_row,
+)
 
 
 def round_trip(routings: list[torch.Tensor], first_expert: list[int]) -> None:
@@ -57,6 +65,7 @@ def test_the_worked_example_of_the_docstring():
     assert list(zip(pairs.row.tolist(), pairs.slot.tolist(), strict=True)) == [(0, 0), (1, 0), (1, 1)]
     assert pairs.local_expert.tolist() == [0, 1, 0]
     assert pairs.return_row.tolist() == [0, 1, 2]
+    assert partial_return_row(layout, [0, 2, 4]).tolist() == [[0, 3], [-1, 4], [1, -1]]
 
 
 def test_rows_back_are_bounded_by_slots_and_by_local_experts():
@@ -64,6 +73,8 @@ def test_rows_back_are_bounded_by_slots_and_by_local_experts():
     assert combine_capacity(5, 8, 3) == 15
     assert combine_capacity(5, 8, 0) == 0
     assert combine_capacity(0, 8, 3) == 0
+    assert partial_capacity(5, 3) == 5
+    assert partial_capacity(5, 0) == 0
 
 
 @st.composite
@@ -94,6 +105,31 @@ def test_every_slot_comes_back_to_its_place(case):
     round_trip(*case)
 
 
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(routings())
+def test_every_partial_row_comes_back_to_its_token(case):
+    routings_by_rank, first_expert = case
+    ep_size = len(first_expert) - 1
+    for routing in routings_by_rank:
+        layout = dispatch_layout(routing, first_expert)
+        num_tokens = routing.shape[0]
+        # A rank answers each row where it stood, with the row's tag.
+        tags = layout.send_token.view(ep_size, num_tokens)
+        answers = [
+            torch.stack([tags[rank], torch.full_like(tags[rank], rank)], 1)
+            for rank in range(ep_size)
+            if partial_capacity(num_tokens, first_expert[rank + 1] - first_expert[rank])
+        ]
+        return_row = partial_return_row(layout, first_expert)
+        held = torch.stack(
+            [((routing >= low) & (routing < high)).any(1) for low, high in itertools.pairwise(first_expert)],
+            1,
+        )
+        assert torch.equal(return_row >= 0, held)
+        for token, rank in torch.nonzero(held).tolist():
+            assert torch.cat(answers)[return_row[token, rank]].tolist() == [token, rank]
+
+
 @pytest.mark.parametrize("ep_size", [1, 2, 3, 8])
 def test_all_tokens_to_one_expert(ep_size):
     first_expert = [min(i, 5) for i in range(ep_size)] + [5]
@@ -112,5 +148,6 @@ def test_no_tokens_have_an_empty_layout():
     assert layout.send_token.shape == (0,)
     assert layout.send_local_expert.shape == (0, 3)
     assert layout.return_row.shape == (0, 3)
+    assert partial_return_row(layout, [0, 2, 2, 5]).shape == (0, 3)
     pairs = expert_pairs(torch.empty(0, 3, dtype=torch.int64), [0, 0, 0], 2)
     assert pairs.row.shape == pairs.return_row.shape == (0,)

@@ -4,30 +4,37 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
+
 from moe_runtime.comm.multiple_reduction import resolve_multiple_reduction
 
 
-def test_it_is_on_only_at_level_batch_with_one_fixed_placement() -> None:
-    for level, redundant, moving, can in itertools.product(
-        ("topology", "batch"), (0, 1), (False, True), (False, True)
-    ):
+def test_it_is_on_only_at_level_batch_with_one_fixed_placement_on_several_cpu_ranks() -> None:
+    table = itertools.product(("topology", "batch"), (0, 3), (0, 500), (1, 2, 8), ("cpu", "cuda"))
+    for level, redundant, interval, ep_size, device in table:
         resolved = resolve_multiple_reduction(
-            level, num_redundant_experts=redundant, rearrangement=moving, transport_can=can
-        )
-        assert resolved.enabled == (level == "batch" and not redundant and not moving and can)
-        assert resolved.reason
-
-
-def test_the_reason_names_what_decided() -> None:
-    def reason(level: str, redundant: int, moving: bool, can: bool) -> str:
-        return resolve_multiple_reduction(
             level,  # type: ignore[arg-type]
-            num_redundant_experts=redundant,
-            rearrangement=moving,
-            transport_can=can,
-        ).reason
+            redundant,
+            interval,
+            ep_size=ep_size,
+            device_type=device,
+        )
+        allowed = (level, redundant, interval, device) == ("batch", 0, 0, "cpu") and ep_size > 1
+        assert resolved.enabled == allowed, resolved
 
-    assert "topology" in reason("topology", 0, False, True)
-    assert "3 redundant experts" in reason("batch", 3, False, True)
-    assert "rearrangement" in reason("batch", 0, True, True)
-    assert "dispatcher" in reason("batch", 0, False, False)
+
+@pytest.mark.parametrize(
+    ("level", "redundant", "interval", "ep_size", "device", "text"),
+    [
+        ("topology", 0, 0, 4, "cpu", "off: level topology adds every slot at the home rank"),
+        ("topology", 3, 500, 1, "cuda", "off: level topology adds every slot at the home rank"),
+        ("batch", 3, 0, 4, "cpu", "off: 3 redundant experts: a copy's rank may differ by row"),
+        ("batch", 0, 500, 4, "cpu", "off: rearrangement every 500 steps may move an expert to another rank"),
+        ("batch", 0, 0, 1, "cpu", "off: one EP rank: nothing travels"),
+        ("batch", 0, 0, 4, "cuda", "off: dispatchers on cuda return every slot's row unreduced"),
+        ("batch", 0, 0, 4, "cpu", "on: level batch with one fixed placement on 4 EP ranks"),
+    ],
+)
+def test_the_reason_names_what_decided(level, redundant, interval, ep_size, device, text) -> None:
+    resolved = resolve_multiple_reduction(level, redundant, interval, ep_size=ep_size, device_type=device)
+    assert str(resolved) == f"multiple_reduction {text}"

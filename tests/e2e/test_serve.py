@@ -92,6 +92,23 @@ def test_server_info_names_the_transport_and_why(server: RunningServer) -> None:
     )
 
 
+def test_multiple_reduction_is_off_at_level_topology_and_on_at_level_batch(server: RunningServer) -> None:
+    info = server.info()
+    off = "level topology adds every slot at the home rank"
+    assert (info["multiple_reduction"], info["multiple_reduction_reason"]) == (False, off)
+    assert server.text.count(f"multiple_reduction off: {off}") == 1
+    on = f"level batch with one fixed placement on {info['world_size']} EP ranks"
+    with running_server(info["world_size"], "--invariance", "batch") as batch:
+        found = batch.info()
+        assert (found["multiple_reduction"], found["multiple_reduction_reason"]) == (True, on)
+        assert batch.text.count(f"multiple_reduction on: {on}") == 1
+        assert found["system_fingerprint"] != info["system_fingerprint"]
+        alone = _answer(batch.complete(**BODY))
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            answers = pool.map(lambda _: _answer(batch.complete(**BODY)), range(8))
+            assert set(answers) == {alone}
+
+
 def test_a_client_that_leaves_frees_its_request(server: RunningServer) -> None:
     body = {"model": "builtin", "prompt": "x", "max_tokens": 900, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:

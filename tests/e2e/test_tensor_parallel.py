@@ -213,20 +213,20 @@ def test_all_tokens_routed_to_one_rank_change_nothing(ranks, models, world_size,
     models.check(jobs, ranks(world_size, run_jobs, jobs))
 
 
-def test_level_batch_is_batch_invariant_and_depends_on_the_group(ranks, models):
+@pytest.mark.parametrize("kind", WEIGHT_KINDS)
+def test_level_batch_is_batch_invariant_and_depends_on_the_group(ranks, models, kind):
     """Ranks' shards are the parts: company and schedule change nothing, but the size of the group does."""
-    folder = uneven(models, "cancelling")
-    scenarios = ("batch", "alone", "arrivals", "chunks")
-    job = Job(folder, "float32", 4, scenarios, invariance="batch")
-    by_rank = ranks(4, run_jobs, [job])
-    (first,) = by_rank[0]
-    for (results,) in by_rank:
-        assert all(result == first["batch"] for result in results.values())
-    assert all(a != b for a, b in zip(first["batch"], models.reference(folder, "float32"), strict=True))
-    # At one rank and at two, the shards are the parts of level topology.
-    for tp in (1, 2):
-        jobs = [Job(folder, "float32", tp, invariance="batch")]
-        models.check(jobs, ranks(tp, run_jobs, jobs))
+    folder = uneven(models, kind)
+    scenarios = ("batch", "last_group", "alone", "arrivals", "chunks")
+    jobs = [Job(folder, "float32", tp, scenarios, invariance="batch") for tp in (1, 2, 4)]
+    by_rank = ranks(4, run_jobs, jobs)
+    by_tp = [results["batch"] for results in by_rank[0]]
+    for rank_results in by_rank:
+        for results, expected in zip(rank_results, by_tp, strict=True):
+            assert all(result == expected for result in results.values())
+    one, two, four = by_tp
+    assert two == one, "at two ranks the shards are the parts of level topology"
+    assert all(a[1:] != b[1:] for a, b in zip(four, two, strict=True) if a[1] != (None,))
 
 
 def without_parts(context: RankContext, job: Job) -> Result:

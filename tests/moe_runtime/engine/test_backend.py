@@ -71,10 +71,16 @@ def test_a_gpu_asked_for_where_there_is_none_is_refused(folder, monkeypatch):
         LLM(str(folder), device="cuda")
 
 
-def test_several_ranks_on_gpus_are_refused(folder, pretended_gpu):
+def test_a_rank_without_a_gpu_of_its_own_is_refused(folder, pretended_gpu, monkeypatch):
     pretended_gpu(80 << 30)
-    with pytest.raises(ValueError, match="2 ranks on GPUs are not implemented yet"):
-        plan_model(EngineConfig(model=str(folder)), RankGroup(rank=0, size=2))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    message = r"device \(auto\) must be cpu with more ranks on a host than GPUs: this is rank 2 there, and torch sees 2"
+    with pytest.raises(ValueError, match=message):
+        plan_model(EngineConfig(model=str(folder)), RankGroup(rank=2, size=3))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    plan = plan_model(EngineConfig(model=str(folder)), RankGroup(rank=1, size=2))
+    assert plan.device == torch.device("cuda", 1)
 
 
 def test_tensor_parallel_groups_on_gpus_are_refused_by_name(folder, pretended_gpu):

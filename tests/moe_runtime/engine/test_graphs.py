@@ -62,13 +62,13 @@ def no_device(monkeypatch):
 
 
 def test_a_graph_is_warmed_up_captured_once_and_shares_one_pool(no_device):
-    runs: list[tuple[int, str]] = []
-    graphs = DecodeGraphs(lambda bucket, variant: runs.append((bucket, variant)))
+    runs: list[tuple[int, str, bool]] = []
+    graphs = DecodeGraphs(lambda bucket, variant, rehearse: runs.append((bucket, variant, rehearse)))
     assert not graphs.has(4, "serial")
     for key in ((4, "serial"), (8, "split")):
         graphs.capture(*key)
         assert graphs.has(*key)
-        assert runs[-2:] == [key, key]
+        assert runs[-2:] == [(*key, True), (*key, False)]
     graphs.replay(4, "serial")
     assert len(runs) == 4
     assert len(graphs) == 2
@@ -78,7 +78,7 @@ def test_a_graph_is_warmed_up_captured_once_and_shares_one_pool(no_device):
 def test_a_failed_capture_names_the_step_and_what_to_change(no_device):
     seen: list[int] = []
 
-    def run(bucket, variant):
+    def run(bucket, variant, rehearse):
         seen.append(bucket)
         if len(seen) == 2:
             raise RuntimeError("operation not permitted when stream is capturing")

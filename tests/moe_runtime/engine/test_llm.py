@@ -400,3 +400,23 @@ def test_defaults_that_are_not_implemented_are_refused(llm):
         assert len(ids_of(llm)[0]) == GREEDY.max_tokens
     finally:
         file.write_text(before)
+
+
+# Level batch
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"invariance": "batch"}, ["multiple_reduction off: one EP rank: nothing travels"]),
+        (
+            {"invariance": "batch", "dispatcher": "loopback", "loopback_ranks": 2},
+            ["multiple_reduction on: level batch with one fixed placement on 2 EP ranks"],
+        ),
+        ({"dispatcher": "loopback", "loopback_ranks": 2}, []),
+    ],
+)
+def test_whether_ranks_pre_sum_is_told_once_at_level_batch(tmp_path, caplog, options, told):
+    caplog.set_level("INFO", logger=llm_module.__name__)
+    LLM(write(tmp_path, tokenizer=False), max_num_seqs=1, device="cpu", **options)
+    assert [record.getMessage() for record in caplog.records] == told

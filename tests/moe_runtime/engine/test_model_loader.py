@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +14,7 @@ from moe_runtime.comm.tensor_parallel import TensorParallel
 from moe_runtime.engine import model_loader
 from moe_runtime.engine.config import EngineConfig
 from moe_runtime.engine.model_loader import LoadedModel, load_model, plan_model
-from moe_runtime.eplb.placement import contiguous_placement
+from moe_runtime.eplb.placement import ExpertPlacement, contiguous_placement
 from moe_runtime.errors import CheckpointError, InvarianceError
 from moe_runtime.kernels.audit import AuditReport
 from moe_runtime.kernels.schedules import Control, control
@@ -24,7 +25,8 @@ from tests.checkpoints import tiny_config, write_checkpoint
 def load(folder: Path, *, rank: int = 0, size: int = 1, on_progress=None, placement=None, **options):
     config = EngineConfig(model=str(folder), **options)
     group = RankGroup(rank=rank, size=size)
-    return load_model(plan_model(config), config, group, on_progress=on_progress, placement=placement)
+    plan = plan_model(config, group, placement=placement)
+    return load_model(plan, config, group, on_progress=on_progress)
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +94,8 @@ def test_the_fingerprint_names_the_group_where_its_size_may_change_bits(folder):
         return plan_model(config, RankGroup(rank=0, size=4)).fingerprint
 
     own = fingerprint(folder)
-    assert {of(tp, "topology") for tp in (1, 2, 4)} == {of(1, "batch")} == {own}
-    assert len({own, of(2, "batch"), of(4, "batch")}) == 3
+    assert {of(tp, "topology") for tp in (1, 2, 4)} == {own}
+    assert len({own, of(1, "batch"), of(2, "batch"), of(4, "batch")}) == 4
 
 
 @pytest.mark.parametrize(
@@ -159,6 +161,51 @@ def test_ranks_of_a_group_share_the_weights(folder, tp, level):
     ]
     held_twice = 2 * 2 * (max(1, 2 // tp) * tp - 2) * 16 * 64  # layers, k and v, heads, their rows
     assert sum(shares) == whole + held_twice
+
+
+def test_the_fingerprint_names_the_experts_of_each_rank_only_where_they_pre_sum(folder):
+    def planned(size: int, order: list[int] | None = None, **options):
+        config = EngineConfig(model=str(folder), **options)
+        placement = contiguous_placement(8, options.get("loopback_ranks", size), order)
+        return plan_model(config, RankGroup(rank=0, size=size), placement=placement)
+
+    own = fingerprint(folder)
+    assert planned(4, invariance="topology").fingerprint == own
+    assert planned(4, [7, 6, 5, 4, 3, 2, 1, 0]).fingerprint == own
+    assert planned(1, invariance="batch").fingerprint == own
+    assert not planned(1, invariance="batch").multiple_reduction.enabled
+    four = planned(4, invariance="batch")
+    assert four.multiple_reduction.enabled
+    assert four.multiple_reduction.reason == "level batch with one fixed placement on 4 EP ranks"
+    others = [own, planned(2, invariance="batch").fingerprint]
+    others.append(planned(4, [0, 2, 1, 3, 4, 5, 6, 7], invariance="batch").fingerprint)
+    others.append(planned(4, [2, 3, 0, 1, 4, 5, 6, 7], invariance="batch").fingerprint)
+    assert len({four.fingerprint, *others}) == 5
+    # The order of a rank's experts changes no bit, and virtual ranks are ranks.
+    assert planned(4, [1, 0, 2, 3, 4, 5, 6, 7], invariance="batch").fingerprint == four.fingerprint
+    virtual = planned(1, invariance="batch", dispatcher="loopback", loopback_ranks=4)
+    assert virtual.fingerprint == four.fingerprint
+    one = planned(1, invariance="batch", dispatcher="loopback", loopback_ranks=1)
+    assert (one.fingerprint, one.multiple_reduction.enabled) == (own, False)
+
+
+def test_redundant_experts_switch_pre_summing_off(folder):
+    twice = ExpertPlacement(
+        physical_to_logical_map=np.array([0, 1, 2, 3, 4, 5, 6, 7, 0, 1]),
+        first_expert=(0, 5, 10),
+        num_logical_experts=8,
+    )
+    config, group = EngineConfig(model=str(folder), invariance="batch"), RankGroup(rank=0, size=2)
+    plan = plan_model(config, group, placement=twice)
+    assert str(plan.multiple_reduction) == (
+        "multiple_reduction off: 2 redundant experts: a copy's rank may differ by row"
+    )
+    assert plan.fingerprint == fingerprint(folder)
+
+
+def test_a_placement_for_another_number_of_ranks_is_refused(folder):
+    with pytest.raises(ValueError, match=r"placement is for 2 ranks; must be for ep_size \(1\)"):
+        plan_model(EngineConfig(model=str(folder)), placement=contiguous_placement(8, 2))
 
 
 def test_progress_ends_at_the_total_on_every_rank(folder):

@@ -29,13 +29,15 @@ class LateRunner(Runner):
         self.last_token: dict[int, int] = {}
         self.num_overlapped = 0
 
-    def launch(self, chunks: SequenceOf[ScheduledChunk], tokens_per_rank: SequenceOf[int]) -> LaunchedStep:
+    def launch(
+        self, chunks: SequenceOf[ScheduledChunk], tokens_per_rank: SequenceOf[int], *, is_decode: bool
+    ) -> LaunchedStep:
         unknown: list[Sequence] = [c.sequence for c in chunks if UNKNOWN_TOKEN in c.sequence.token_ids]
         self.num_overlapped += bool(unknown)
         for sequence in unknown:
             assert sequence.token_ids.count(UNKNOWN_TOKEN) == 1
             sequence.token_ids[-1] = self.last_token[id(sequence)]
-        step = self.runner.launch(chunks, tokens_per_rank)
+        step = self.runner.launch(chunks, tokens_per_rank, is_decode=is_decode)
         results: list[ScoredRow] = step.collect()
         for row, result in zip(step.rows, results, strict=True):
             if row.prompt_position is None:

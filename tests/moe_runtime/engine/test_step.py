@@ -17,7 +17,7 @@ def offer(context: RankContext) -> StepView:
 def vector_of(rank: int) -> StepVector:
     return StepVector(
         num_tokens=rank,
-        num_prefill_tokens=rank // 2,
+        num_mixed_tokens=rank // 2,
         num_plan_items=7 * rank,
         num_unfinished=3 * rank,
         epoch=2**40 + rank,

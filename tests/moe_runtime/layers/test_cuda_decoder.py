@@ -11,6 +11,7 @@ from tests.bits import assert_bits_equal
 from tests.gpu_engine import gpu_llm, write_gpu_checkpoint
 from tests.kernels.triton_interpreter import DEVICE
 
+from moe_runtime.comm.gpu_exchange import StepShape  # isort: skip
 from moe_runtime.kernels.attention_tiles import make_row_tiles  # isort: skip
 from moe_runtime.kernels.attention_triton import CANONICAL_DECODE  # isort: skip
 from moe_runtime.kernels.prefill_attention_triton import CANONICAL_ROWS  # isort: skip
@@ -67,6 +68,7 @@ def mixed(decoder: CudaDecoder, token_ids, start: int, block: int, kv):
         [num], [start], num_groups=groups, block_rows=CANONICAL_ROWS.block_rows, sequences=[0]
     )
     step = MixedInput(
+        shape=StepShape.of_tokens([num]),
         token_ids=ints(*token_ids),
         positions=ints(*range(start, start + num)),
         slot_mapping=torch.arange(64 * block + start, 64 * block + start + num, device=DEVICE),
@@ -113,7 +115,7 @@ def test_inert_rows_touch_neither_the_cache_nor_a_live_row(decoder):
     kv = caches(decoder)
     alone = decode(decoder, [5], [0], [1], 1, kv)
     padded_kv = caches(decoder)
-    for tensor in (decoder.buffers.residual, decoder.buffers.normed, decoder.buffers.expert_rows):
+    for tensor in (decoder.buffers.residual, decoder.buffers.normed, decoder.experts._rows):
         tensor.fill_(float("nan"))
     padded = decode(decoder, [5, -1, -1, -1], [0, -1, -1, -1], [1, -1, -1, -1], 1, padded_kv)
     assert_bits_equal(padded[:1], alone)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -139,7 +139,13 @@ def test_outputs_that_leave_no_room_for_a_prompt_are_refused(
         check(llm, small_check(max_tokens=512), progress)
 
 
-def _check_on_a_rank(context: RankContext, model: str) -> CheckReport:
+def _check_on_a_rank(
+    context: RankContext,
+    model: str,
+    level: Literal["topology", "batch"],
+    axes: tuple[str, ...],
+    which: str = "none",
+) -> CheckReport:
     from contextlib import contextmanager
 
     from moe_runtime.comm.groups import RankGroup
@@ -149,16 +155,33 @@ def _check_on_a_rank(context: RankContext, model: str) -> CheckReport:
         yield lambda done, total: None
 
     group = RankGroup(rank=context.rank, size=context.world_size)
-    config = CheckConfig(
-        num_prompts=8, max_tokens=6, axes=("shuffled", "arrival"), engine=EngineConfig(model=model)
-    )
-    return check(LLM(model, group=group), config, silent)
+    engine = EngineConfig(model=model, invariance=level)
+    config = CheckConfig(num_prompts=8, max_tokens=6, axes=axes, control=which, engine=engine)
+    return check(LLM.from_config(config.engine_in_force, group=group), config, silent)
 
 
 def test_world_sizes_give_one_digest_and_every_rank_the_same_report(
     ranks: Callable[..., list[Any]], tiny_model: Path
 ) -> None:
-    reports = [report for size in (1, 2) for report in ranks(size, _check_on_a_rank, str(tiny_model))]
+    arguments = (str(tiny_model), "topology", ("shuffled", "arrival"))
+    reports = [report for size in (1, 2) for report in ranks(size, _check_on_a_rank, *arguments)]
     assert len(reports) == 3
     assert len({report.digest for report in reports}) == 1
     assert {report.exit_code for report in reports} == {CheckExit.EQUAL}
+
+
+def test_level_batch_holds_on_every_axis_of_one_deployment_and_digests_tell_deployments_apart(
+    ranks: Callable[..., list[Any]], tiny_model: Path
+) -> None:
+    # What is left out needs more prompts, or time.
+    axes = tuple(name for name in AXES if name not in ("buckets", "graph", "preempt"))
+    arguments = (str(tiny_model), "batch", axes)
+    reports = {size: ranks(size, _check_on_a_rank, *arguments)[0] for size in (2, 3)}
+    for report in reports.values():
+        assert {axis.name: axis.finding for axis in report.axes} == dict.fromkeys(axes, "equal")
+        assert report.exit_code is CheckExit.EQUAL
+        assert (report.facts["invariance"], report.facts["multiple reduction"]) == ("batch", "on")
+    assert reports[2].digest != reports[3].digest
+    assert reports[2].facts["fingerprint"] != reports[3].facts["fingerprint"]
+    arguments = (str(tiny_model), "batch", ("alone",), "arrival-combine")
+    assert ranks(3, _check_on_a_rank, *arguments)[0].noticed_by == ["alone"]

@@ -1,0 +1,343 @@
+"""How a GPU rank's rows reach the experts and come home: the device side of dispatch and combine.
+
+Symbols: W ranks, C positions per rank in a step (capacity), T tokens of a rank (at most C), H hidden, K slots. Every
+rank has a token table of W * C positions; row t of rank r stands at ``r * C + t`` (kernels/dispatch_triton.py). C is
+the graph's bucket in decode, else the largest T of the step, which every rank knows from the step vector: no sizes are
+exchanged and nothing waits for the host. Experts work through the table and put each pair's weighted row where it is
+to go.
+
+``SymmetricExchange`` writes straight into peers' memory; ``CollectiveExchange`` moves the same rows by all-to-all.
+
+Numerics: bits are moved, nothing is added; combine_residual_norm adds at the home rank, slots in ascending order.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from moe_runtime.comm.groups import RankGroup
+from moe_runtime.comm.symmetric_memory import SymmetricSpace, carved_bytes
+from moe_runtime.kernels.dispatch_triton import RowHomes, TokenTable, dispatch_rows
+from moe_runtime.kernels.norm_triton import RowSources
+from moe_runtime.kernels.peer_flags_triton import PeerFlags, count_step
+
+__all__ = [
+    "CollectiveExchange",
+    "ExchangeSizes",
+    "GpuExchange",
+    "StepShape",
+    "SymmetricExchange",
+    "rehearsal_group",
+    "rehearsal_space",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepShape:
+    """What every rank knows of a step.
+
+    Attributes:
+        capacity: C.
+        tokens_per_rank: Rows of every rank; C each in a graph, whose inert rows carry ids of -1.
+    """
+
+    capacity: int
+    tokens_per_rank: tuple[int, ...]
+
+    @classmethod
+    def of_bucket(cls, bucket: int, size: int) -> StepShape:
+        """A decode step whose ranks all run ``bucket`` rows."""
+        return cls(capacity=bucket, tokens_per_rank=(bucket,) * size)
+
+    @classmethod
+    def of_tokens(cls, tokens_per_rank: Sequence[int]) -> StepShape:
+        """A step of any rows."""
+        return cls(capacity=max(tokens_per_rank), tokens_per_rank=tuple(tokens_per_rank))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangeSizes:
+    """What buffers are sized from.
+
+    Attributes:
+        size: W.
+        max_rows: Most tokens of a rank in a step.
+        hidden, num_topk, num_layers: H, K and the layers with experts.
+        dtype: Model dtype.
+    """
+
+    size: int
+    max_rows: int
+    hidden: int
+    num_topk: int
+    num_layers: int
+    dtype: torch.dtype
+
+    @property
+    def table(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes of a token table."""
+        positions = self.size * self.max_rows
+        return {
+            "x": ((positions, self.hidden), self.dtype),
+            "ids": ((positions, self.num_topk), torch.int32),
+            "weights": ((positions, self.num_topk), torch.float32),
+        }
+
+    @property
+    def symmetric(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes of everything that peers write."""
+        return {
+            **self.table,
+            "rows": ((self.max_rows, self.num_topk, self.hidden), self.dtype),
+            "flags": ((2 * self.num_layers, self.size), torch.int32),
+        }
+
+    @property
+    def symmetric_bytes(self) -> int:
+        """Bytes of a rank's region."""
+        return sum(carved_bytes(shape, dtype) for shape, dtype in self.symmetric.values())
+
+    @property
+    def collective_bytes(self) -> int:
+        """Bytes of a rank's table, and of its rows on the way out and back."""
+        table = sum(carved_bytes(shape, dtype) for shape, dtype in self.table.values())
+        row_bytes = self.max_rows * self.num_topk * self.hidden * self.dtype.itemsize
+        return table + 2 * self.size * row_bytes
+
+
+class GpuExchange(ABC):
+    """One rank's side. All ranks make the same calls for every layer of every step, with zero tokens too.
+
+    Attributes:
+        rank, size: Own rank, W.
+        first_expert: ``[W + 1]`` int32 on the device, exclusive prefix sums of physical experts per rank.
+        flags: How ranks wait for each other inside a step, where they do; channel ``2 * layer`` says that rows are in
+            the tables, the next one that expert rows are home.
+        num_bytes: Of the buffers.
+    """
+
+    rank: int
+    size: int
+    first_expert: torch.Tensor
+    flags: PeerFlags | None = None
+    num_bytes: int
+
+    def begin_step(self, *, pdl: bool) -> None:  # noqa: B027  # most have nothing to do
+        """Before the first layer."""
+
+    @abstractmethod
+    def own_rows(self, shape: StepShape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """``x [T, H]``, ``ids [T, K]`` and ``weights [T, K]``, to be filled before ``dispatch``."""
+
+    @abstractmethod
+    def dispatch(self, shape: StepShape, num_tokens: torch.Tensor, *, pdl: bool) -> TokenTable:
+        """Send this rank's rows. The table is whole once the layer's first flag has been waited for.
+
+        Args:
+            shape: Of the step.
+            num_tokens: ``[1]`` int32 on the device; own rows from there on are inert.
+            pdl: Dependent launch.
+        """
+
+    @abstractmethod
+    def targets(self, shape: StepShape, first: int, count: int) -> tuple[torch.Tensor, RowHomes | None]:
+        """Where ``down`` writes the pairs of positions ``first`` to ``first + count``."""
+
+    @abstractmethod
+    def collect(self, shape: StepShape) -> tuple[torch.Tensor, RowSources | None]:
+        """This rank's expert rows, for ``combine_residual_norm``; whole once the layer's second flag has been waited
+        for."""
+
+
+class SymmetricExchange(GpuExchange):
+    """Rows go straight into the peers' memory, by the kernels that make them; one set of buffers, two flags a layer.
+
+    Args:
+        space: The rank's region, with room for ``sizes.symmetric_bytes``.
+        sizes: Of the buffers.
+        first_expert: ``W + 1`` exclusive prefix sums of physical experts per rank.
+        waits: Ranks are processes that wait for each other; not where one process plays all of them in turn.
+        live: Peers take part in steps; else kernels run and neither raise a flag nor touch another's memory, as a
+            graph's rehearsal must.
+    """
+
+    def __init__(
+        self,
+        space: SymmetricSpace,
+        sizes: ExchangeSizes,
+        first_expert: Sequence[int],
+        *,
+        waits: bool = True,
+        live: bool = True,
+    ) -> None:
+        _check_experts(first_expert, space.size)
+        self.rank, self.size = space.rank, space.size
+        self.num_bytes = sizes.symmetric_bytes
+        self._buffers = {
+            name: space.carve(name, shape, dtype) for name, (shape, dtype) in sizes.symmetric.items()
+        }
+        device = self._buffers["x"].local.device
+        self.first_expert = torch.tensor(first_expert, dtype=torch.int32, device=device)
+        self._buffers["ids"].local.fill_(-1)
+        self._step = torch.zeros(2, dtype=torch.int32, device=device)
+        self._live = torch.full((1,), int(live), dtype=torch.int32, device=device)
+        flags = self._buffers["flags"]
+        if waits:
+            self.flags = PeerFlags(
+                words=flags.local, offsets=flags.offsets, step=self._step[:1], rank=self.rank, size=self.size
+            )
+        space.check_layout()
+
+    def begin_step(self, *, pdl: bool) -> None:
+        """Count the step."""
+        if self.flags is not None:
+            count_step(self._step, self._live, pdl=pdl)
+
+    def own_rows(self, shape: StepShape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The own places of the own table."""
+        first = self.rank * shape.capacity
+        own = slice(first, first + shape.tokens_per_rank[self.rank])
+        return tuple(self._buffers[name].local[own] for name in ("x", "ids", "weights"))  # type: ignore[return-value]
+
+    def table(self, shape: StepShape) -> TokenTable:
+        """The places of a step."""
+        x, ids, weights = (self._buffers[name] for name in ("x", "ids", "weights"))
+        used = self.size * shape.capacity
+        return TokenTable(
+            x=x.local[:used],
+            ids=ids.local[:used],
+            weights=weights.local[:used],
+            x_offsets=x.offsets,
+            ids_offsets=ids.offsets,
+            weights_offsets=weights.offsets,
+            capacity=shape.capacity,
+            rank=self.rank,
+        )
+
+    def dispatch(self, shape: StepShape, num_tokens: torch.Tensor, *, pdl: bool) -> TokenTable:
+        """One kernel."""
+        table = self.table(shape)
+        x, ids, weights = self.own_rows(shape)
+        dispatch_rows(
+            x, ids, weights, num_tokens, table, self.first_expert, own=False, flags=self.flags, pdl=pdl
+        )
+        return table
+
+    def targets(self, shape: StepShape, first: int, count: int) -> tuple[torch.Tensor, RowHomes | None]:
+        """The own slot rows and the way to all others."""
+        rows = self._buffers["rows"]
+        homes = RowHomes(offsets=rows.offsets, capacity=shape.capacity, first_position=first)
+        return rows.local[: shape.capacity], homes
+
+    def collect(self, shape: StepShape) -> tuple[torch.Tensor, RowSources | None]:
+        """The own slot rows."""
+        return self._buffers["rows"].local[: shape.tokens_per_rank[self.rank]], None
+
+
+class CollectiveExchange(GpuExchange):
+    """All-to-all of torch.distributed (NCCL, or gloo under Triton's interpreter): three a layer for rows, ids and
+    weights, one back. The sizes are those of the step's shape: fixed in a graph, exact in any other step.
+
+    Args:
+        group: Ranks; moves tensors of the device.
+        sizes: Of the buffers.
+        first_expert: ``W + 1`` exclusive prefix sums of physical experts per rank.
+        device: Where everything lives.
+    """
+
+    def __init__(
+        self, group: RankGroup, sizes: ExchangeSizes, first_expert: Sequence[int], device: torch.device
+    ) -> None:
+        _check_experts(first_expert, group.size)
+        self.rank, self.size = group.rank, group.size
+        self.num_bytes = sizes.collective_bytes
+        self.first_expert = torch.tensor(first_expert, dtype=torch.int32, device=device)
+        self._group = group
+        self._own = {
+            name: torch.zeros(sizes.max_rows, *shape[1:], dtype=dtype, device=device)
+            for name, (shape, dtype) in sizes.table.items()
+        }
+        self._table = {
+            name: torch.zeros(shape, dtype=dtype, device=device)
+            for name, (shape, dtype) in sizes.table.items()
+        }
+        self._rows = torch.zeros(
+            sizes.size * sizes.max_rows, sizes.num_topk, sizes.hidden, dtype=sizes.dtype, device=device
+        )
+        self._no_offsets = torch.zeros(self.size, dtype=torch.int64, device=device)
+
+    def own_rows(self, shape: StepShape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Buffers of their own."""
+        count = shape.tokens_per_rank[self.rank]
+        return tuple(self._own[name][:count] for name in ("x", "ids", "weights"))  # type: ignore[return-value]
+
+    def dispatch(self, shape: StepShape, num_tokens: torch.Tensor, *, pdl: bool) -> TokenTable:
+        """Every rank sends all its rows to all."""
+        used, exact = self.size * shape.capacity, set(shape.tokens_per_rank) == {shape.capacity}
+        if not exact:
+            self._table["ids"][:used].fill_(-1)
+        for name, own in zip(("x", "ids", "weights"), self.own_rows(shape), strict=True):
+            sent = own.repeat(self.size, 1)
+            counts = [own.shape[0]] * self.size
+            received = self._group.exchange(sent, counts, shape.tokens_per_rank)
+            table = self._table[name][:used].view(self.size, shape.capacity, -1)
+            if exact:
+                table.view(received.shape).copy_(received)
+                continue
+            for place, piece in zip(table, torch.split(received, list(shape.tokens_per_rank)), strict=True):
+                place[: piece.shape[0]].copy_(piece)
+        return TokenTable(
+            x=self._table["x"][:used],
+            ids=self._table["ids"][:used],
+            weights=self._table["weights"][:used],
+            x_offsets=self._no_offsets,
+            ids_offsets=self._no_offsets,
+            weights_offsets=self._no_offsets,
+            capacity=shape.capacity,
+            rank=self.rank,
+        )
+
+    def targets(self, shape: StepShape, first: int, count: int) -> tuple[torch.Tensor, RowHomes | None]:
+        """By position, to be sent afterwards."""
+        return self._rows[first : first + count], None
+
+    def collect(self, shape: StepShape) -> tuple[torch.Tensor, RowSources | None]:
+        """Every rank sends each home all slots of its tokens; those of experts elsewhere hold anything."""
+        count = shape.tokens_per_rank[self.rank]
+        used = self._rows[: self.size * shape.capacity].view(self.size, shape.capacity, *self._rows.shape[1:])
+        pieces = [rows[:tokens] for rows, tokens in zip(used, shape.tokens_per_rank, strict=True)]
+        exact = set(shape.tokens_per_rank) == {shape.capacity}
+        sent = self._rows[: self.size * shape.capacity] if exact else torch.cat(pieces)
+        received = self._group.exchange(sent, list(shape.tokens_per_rank), [count] * self.size)
+        return received, RowSources(ids=self._own["ids"][:count], first_expert=self.first_expert)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _AloneGroup(RankGroup):
+    """Ranks of which the others are not there: what they would send is zero."""
+
+    def exchange(
+        self, send: torch.Tensor, send_splits: Sequence[int], recv_splits: Sequence[int]
+    ) -> torch.Tensor:
+        return send.new_zeros(sum(recv_splits), *send.shape[1:])
+
+
+def rehearsal_group(group: RankGroup) -> RankGroup:
+    """Ranks of a ``CollectiveExchange`` whose kernels can run before its peers are there."""
+    return _AloneGroup(rank=group.rank, size=group.size)
+
+
+def rehearsal_space(sizes: ExchangeSizes, rank: int, device: torch.device) -> SymmetricSpace:
+    """Memory of this process alone in which a rank's kernels can run before its peers are there: all ranks' copies are
+    the own one."""
+    (space,) = SymmetricSpace.virtual(1, sizes.symmetric_bytes, device)
+    return SymmetricSpace([space.region] * sizes.size, rank)
+
+
+def _check_experts(first_expert: Sequence[int], size: int) -> None:
+    if len(first_expert) != size + 1:
+        raise ValueError(f"first_expert has {len(first_expert)} entries; must have ep_size + 1 = {size + 1}")

@@ -1,0 +1,114 @@
+"""Which form of the experts' half a GPU rank runs: all experts here, one rank's share, or virtual ranks in one process.
+
+Where placement (eplb) meets the exchanges of GPU ranks (comm).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+from moe_runtime.comm.gpu_exchange import (
+    CollectiveExchange,
+    ExchangeSizes,
+    SymmetricExchange,
+    rehearsal_group,
+    rehearsal_space,
+)
+from moe_runtime.comm.groups import RankGroup
+from moe_runtime.comm.symmetric_memory import SymmetricSpace
+from moe_runtime.comm.transports import TransportName
+from moe_runtime.engine.model_loader import ModelPlan
+from moe_runtime.kernels.experts_triton import MAX_CAPACITY
+from moe_runtime.kernels.gpu_schedules import GpuSchedules
+from moe_runtime.layers.cuda_decoder import ExpertsMaker
+from moe_runtime.layers.cuda_experts import Experts
+from moe_runtime.layers.spread_experts import LoopbackExperts, SpreadExperts
+
+__all__ = ["exchange_sizes", "make_gpu_experts"]
+
+logger = logging.getLogger(__name__)
+
+
+def make_gpu_experts(
+    plan: ModelPlan,
+    group: RankGroup,
+    transport: TransportName,
+    schedules: GpuSchedules,
+) -> ExpertsMaker | None:
+    """How the decoder makes its experts, given the most rows of a step; None where all are on this device.
+
+    Args:
+        plan: The model, and where its experts are.
+        group: The expert-parallel group; making the experts is a collective.
+        transport: What moves rows.
+        schedules: The device's table.
+    """
+    first_expert = plan.placement.first_expert
+    if transport == "loopback":
+        return lambda max_rows: _loopback(plan, schedules, first_expert, max_rows)
+    if group.size == 1:
+        return None
+    return lambda max_rows: _spread(plan, group, transport, first_expert, schedules, max_rows)
+
+
+def exchange_sizes(plan: ModelPlan, size: int, max_rows: int) -> ExchangeSizes:
+    """Of the buffers that ``size`` ranks of at most ``max_rows`` tokens exchange rows through."""
+    config = plan.config
+    return ExchangeSizes(
+        size=size,
+        max_rows=max_rows,
+        hidden=config.hidden_size,
+        num_topk=config.num_experts_per_tok,
+        num_layers=config.num_layers,
+        dtype=plan.torch_dtype,
+    )
+
+
+def _spread(
+    plan: ModelPlan,
+    group: RankGroup,
+    transport: TransportName,
+    first_expert: Sequence[int],
+    schedules: GpuSchedules,
+    max_rows: int,
+) -> Experts:
+    """This rank's experts, its peers' reached by the transport."""
+    sizes = exchange_sizes(plan, group.size, max_rows)
+    few = replace(sizes, max_rows=min(max_rows, MAX_CAPACITY))
+    exchange: SymmetricExchange | CollectiveExchange
+    rehearsal: SymmetricExchange | CollectiveExchange
+    if transport == "symmetric":
+        space = SymmetricSpace.connect(group, sizes.symmetric_bytes, plan.device)
+        exchange = SymmetricExchange(space, sizes, first_expert)
+        alone = rehearsal_space(few, group.rank, plan.device)
+        rehearsal = SymmetricExchange(alone, few, first_expert, live=False)
+    else:
+        moving = replace(group, links=None)
+        exchange = CollectiveExchange(moving, sizes, first_expert, plan.device)
+        rehearsal = CollectiveExchange(rehearsal_group(group), few, first_expert, plan.device)
+    logger.info(
+        "%s buffers of expert parallelism for %d tokens a rank: %.1f MiB",
+        transport,
+        max_rows,
+        exchange.num_bytes / 2**20,
+    )
+    return SpreadExperts(
+        plan.config, schedules, exchange, rehearsal, first_expert, max_rows, plan.torch_dtype, plan.device
+    )
+
+
+def _loopback(
+    plan: ModelPlan, schedules: GpuSchedules, first_expert: Sequence[int], max_rows: int
+) -> Experts:
+    """All ranks in this process."""
+    size = len(first_expert) - 1
+    sizes = exchange_sizes(plan, size, -(-max_rows // size))
+    exchanges = [
+        SymmetricExchange(space, sizes, first_expert, waits=False)
+        for space in SymmetricSpace.virtual(size, sizes.symmetric_bytes, plan.device)
+    ]
+    return LoopbackExperts(
+        plan.config, schedules, exchanges, first_expert, max_rows, plan.torch_dtype, plan.device
+    )

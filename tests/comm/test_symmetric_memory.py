@@ -1,0 +1,132 @@
+"""Symmetric memory by virtual ranks; real ones need GPUs: tests/e2e/test_multi_gpu.py."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+import pytest
+import torch
+
+from moe_runtime.comm import symmetric_memory
+from moe_runtime.comm.groups import RankGroup
+from moe_runtime.comm.symmetric_memory import (
+    ALIGNMENT_BYTES,
+    MULTICAST_OFF,
+    SymmetricSpace,
+    carved_bytes,
+    keep_multicast_off,
+)
+
+TENSORS = [("a", (3, 5), torch.bfloat16), ("b", (7,), torch.int64), ("c", (2, 2, 9), torch.float32)]
+
+
+def spaces_of(size: int) -> list[SymmetricSpace]:
+    spaces = SymmetricSpace.virtual(size, 4096, "cpu")
+    for space in spaces:
+        for name, shape, dtype in TENSORS:
+            space.carve(name, shape, dtype)
+    return spaces
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 8])
+def test_offsets_lead_to_every_ranks_copy(size):
+    spaces = spaces_of(size)
+    for space in spaces:
+        for name, shape, dtype in TENSORS:
+            buffer = space.buffers[name]
+            assert (tuple(buffer.local.shape), buffer.local.dtype) == (shape, dtype)
+            assert buffer.offsets.dtype == torch.int64
+            assert int(buffer.offsets[space.rank]) == 0
+            for peer, offset in enumerate(buffer.offsets.tolist()):
+                there = spaces[peer].buffers[name].local
+                assert offset % 16 == 0
+                assert buffer.local.data_ptr() + offset * dtype.itemsize == there.data_ptr()
+                assert buffer.copies[peer].data_ptr() == there.data_ptr()
+
+
+def test_a_write_to_a_peers_copy_is_seen_there_and_nowhere_else():
+    first, second = spaces_of(2)
+    first.buffers["a"].copies[1].fill_(2.0)
+    assert bool((second.buffers["a"].local == 2.0).all())
+    at = first.buffers["b"].local.data_ptr() + 8 * int(first.buffers["b"].offsets[1])
+    ctypes.c_int64.from_address(at).value = 11
+    assert int(second.buffers["b"].local[0]) == 11
+    untouched = [first.buffers[name].local for name in "abc"] + [second.buffers["c"].local]
+    assert not any(bool(t.any()) for t in untouched), "memory starts as zeros and stays so"
+
+
+def test_tensors_are_aligned_and_apart():
+    (space,) = spaces_of(1)
+    addresses = [buffer.local.data_ptr() for buffer in space.buffers.values()]
+    assert all(address % ALIGNMENT_BYTES == 0 for address in addresses)
+    assert [address - addresses[0] for address in addresses] == [0, 1024, 2048]
+    assert space.num_used_bytes == sum(carved_bytes(shape, dtype) for _, shape, dtype in TENSORS) == 3072
+    assert carved_bytes((512,), torch.bfloat16) == 1024
+    assert carved_bytes((0, 4), torch.bfloat16) == 0
+
+
+def test_what_does_not_fit_is_refused():
+    (space,) = SymmetricSpace.virtual(1, 1500, "cpu")
+    space.carve("fits", (300,), torch.float32)
+    with pytest.raises(ValueError, match=r"more \(4 bytes\) must fit into .* \(0 of 1500 bytes\)"):
+        space.carve("more", (1,), torch.float32)
+    with pytest.raises(AssertionError, match="fits is carved twice"):
+        space.carve("fits", (1,), torch.float32)
+    with pytest.raises(ValueError, match=r"size \(0\) must be at least 1"):
+        SymmetricSpace.virtual(0, 1, "cpu")
+
+
+def test_one_rank_needs_no_peers():
+    space = SymmetricSpace.connect(RankGroup(), 2048, torch.device("cpu"))
+    assert space.size == 1
+    assert space.carve("only", (4,), torch.float32).offsets.tolist() == [0]
+    space.check_layout()
+
+
+class Group:
+    """Answers of all ranks, as a group would gather them."""
+
+    def __init__(self, others: list[bytes]) -> None:
+        self.others = others
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        return [data, *self.others]
+
+
+def test_ranks_that_carved_other_tensors_are_found():
+    (space,) = spaces_of(1)
+    space._group = Group([])  # type: ignore[assignment]
+    space.check_layout()
+    space._group = Group([b"[]"])  # type: ignore[assignment]
+    with pytest.raises(AssertionError, match=r"rank 1 carved \[\], not"):
+        space.check_layout()
+
+
+class Properties:
+    def __init__(self, index: int) -> None:
+        self.uuid = f"gpu{index}"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "uuids", "reason"),
+    [
+        (("x", "x"), ("gpu0", "gpu1"), ""),
+        (("x", "x"), ("gpu0", "elsewhere"), ""),
+        (("x", "y"), ("gpu0", "gpu1"), "the ranks are on several hosts"),
+        (("x", "x"), ("gpu0", "gpu0"), "two ranks share a GPU"),
+        (("x", "x"), ("gpu0", "gpu2"), "the GPU of rank 0 has no access to the memory of rank 1's"),
+    ],
+)
+def test_why_ranks_cannot_share_memory(monkeypatch, hosts, uuids, reason):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", Properties)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, peer: {own, peer} == {0, 1})
+    assert symmetric_memory._fault(hosts, uuids, 0, torch.device("cuda", 0)) == reason
+
+
+def test_multicast_is_switched_off(monkeypatch):
+    for name in MULTICAST_OFF:
+        monkeypatch.setenv(name, "?")
+    keep_multicast_off()
+    assert {name: os.environ[name] for name in MULTICAST_OFF} == MULTICAST_OFF

@@ -1,0 +1,84 @@
+"""Experts on several GPU ranks, in Triton's interpreter: virtual ranks and gloo ranks have the bits of one rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_runtime.engine.request import SamplingParams
+from tests.gpu_engine import gpu_llm, write_gpu_checkpoint
+from tests.ranks import RankContext
+
+from moe_runtime.layers import spread_experts  # isort: skip
+from moe_runtime.layers.spread_experts import LoopbackExperts, SpreadExperts  # isort: skip
+
+LIMITS = {"max_num_seqs": 6, "max_num_batched_tokens": 32, "kv_cache_blocks": 12}
+PROMPTS = [[5, 9, 81, 3, 7], [11], [40, 41, 42], list(range(50, 70)), [93, 1]]
+PARAMS = SamplingParams(temperature=0.0, max_tokens=3, logprobs=3, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_gpu_checkpoint(
+        tmp_path_factory.mktemp("spread"),
+        kind="cancelling",
+        num_hidden_layers=2,
+        num_experts=9,
+        num_experts_per_tok=4,
+    )
+
+
+def outputs(llm, **options):
+    return [
+        (tuple(result.outputs[0].token_ids), result.outputs[0].logprobs)
+        for result in llm.generate(PROMPTS, PARAMS, **options)
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    return outputs(gpu_llm(folder, **LIMITS))
+
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_virtual_ranks_have_the_bits_of_one(folder, expected, size):
+    llm = gpu_llm(folder, dispatcher="loopback", loopback_ranks=size, **LIMITS)
+    assert isinstance(llm.model.decoder.experts, LoopbackExperts)
+    assert outputs(llm) == expected
+
+
+def test_slices_and_sorted_rows_have_the_bits_of_slot_tables(folder, expected, monkeypatch):
+    monkeypatch.setattr(spread_experts, "MAX_CAPACITY", 0)
+    llm = gpu_llm(folder, dispatcher="loopback", loopback_ranks=3, **LIMITS)
+    llm.model.decoder.experts._scratch.slice_positions = 4
+    assert outputs(llm) == expected
+
+
+def test_control_rows_added_before_they_travel_differ(folder, expected, monkeypatch):
+    combine = spread_experts.combine_residual_norm
+
+    def summed_early(rows, *args, **options):
+        # Few bf16 rows of like size add exactly in fp32 in any order: only a rounding between them shows.
+        rows = rows.clone()
+        rows[:, 0] += rows[:, 1]
+        rows[:, 1] = 0
+        return combine(rows, *args, **options)
+
+    monkeypatch.setattr(spread_experts, "combine_residual_norm", summed_early)
+    llm = gpu_llm(folder, dispatcher="loopback", loopback_ranks=2, **LIMITS)
+    assert outputs(llm) != expected
+
+
+def run_collective(context: RankContext, folder: str, homes: list[int]):
+    llm = gpu_llm(Path(folder), group=context.group, dispatcher="collective", **LIMITS)
+    assert isinstance(llm.model.decoder.experts, SpreadExperts)
+    torch.manual_seed(context.rank)
+    return outputs(llm, ranks=homes)
+
+
+@pytest.mark.parametrize("homes", [[0, 1, 2, 0, 1], [1, 1, 1, 1, 1]], ids=["spread", "one rank has all"])
+def test_ranks_that_exchange_rows_have_the_bits_of_one(ranks, folder, expected, homes):
+    for found in ranks(3, run_collective, str(folder), homes):
+        assert found == expected
