@@ -3,7 +3,9 @@
 Numerics: a dispatcher moves bits; kernels/combine.py adds. With ``combine`` every (token, slot) row comes back
 unreduced, so the sum at the home rank has one tree whatever the EP size, the placement or the transport.
 ``combine_sum`` is that sum, unless the dispatcher was made to pre-sum: then a rank adds the slots that it holds of a
-token, and the home rank adds the ranks' partial rows (comm/multiple_reduction.py says where that is allowed).
+token, and the home rank adds the ranks' partial rows (comm/multiple_reduction.py says where that is allowed). A
+transport that hands out sums only is a ``SummingDispatcher``; it evaluates the same tree and proves it when it starts
+(comm/sum_check.py).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import torch
 from moe_runtime.comm.layout import DispatchLayout, ExpertPairs
 from moe_runtime.kernels.combine import combine_slots
 
-__all__ = ["Dispatcher", "ReceivedRows"]
+__all__ = ["Dispatcher", "ReceivedRows", "SummingDispatcher"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,21 +30,21 @@ class ReceivedRows:
         x_ep_local: ``[num_rows, hidden]`` in the model dtype, received rows (padding rows included, never read).
         pairs: The (row, local expert) pairs to compute.
         weights: ``[num_pairs]`` float32 routing weights of the pairs.
-        layout: The rank's own tokens' layout, for the way back.
+        layout: The rank's own tokens' layout, for the way back; None where the transport keeps its own.
         tokens_per_rank: Tokens of every rank in this step.
     """
 
     x_ep_local: torch.Tensor
     pairs: ExpertPairs
     weights: torch.Tensor
-    layout: DispatchLayout
+    layout: DispatchLayout | None
     tokens_per_rank: Sequence[int]
 
 
-class Dispatcher(ABC):
-    """Moves token rows to experts and back.
+class SummingDispatcher(ABC):
+    """Moves token rows to experts and the sums of their outputs back.
 
-    For every layer every rank calls ``dispatch`` and then one of the others, with zero tokens too.
+    For every layer every rank calls ``dispatch`` and then ``combine_sum``, with zero tokens too.
     """
 
     @abstractmethod
@@ -63,6 +65,19 @@ class Dispatcher(ABC):
         """
 
     @abstractmethod
+    def combine_sum(self, rows_ep_local: torch.Tensor, received: ReceivedRows) -> torch.Tensor:
+        """Bring weighted expert rows home and add them, rounded once: ``[T, hidden]`` in the model dtype.
+
+        Args:
+            rows_ep_local: ``[num_pairs, hidden]`` in the model dtype, in the order of ``received.pairs``.
+            received: From ``dispatch``.
+        """
+
+
+class Dispatcher(SummingDispatcher):
+    """One that can hand out the rows themselves: ``combine`` may be called in place of ``combine_sum``."""
+
+    @abstractmethod
     def combine(self, rows_ep_local: torch.Tensor, received: ReceivedRows) -> torch.Tensor:
         """Bring weighted expert rows home.
 
@@ -75,10 +90,5 @@ class Dispatcher(ABC):
         """
 
     def combine_sum(self, rows_ep_local: torch.Tensor, received: ReceivedRows) -> torch.Tensor:
-        """Bring weighted expert rows home and add them, rounded once: ``[T, hidden]`` in the model dtype.
-
-        Args:
-            rows_ep_local: ``[num_pairs, hidden]`` in the model dtype, in the order of ``received.pairs``.
-            received: From ``dispatch``.
-        """
+        """See ``SummingDispatcher.combine_sum``."""
         return combine_slots(self.combine(rows_ep_local, received))

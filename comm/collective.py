@@ -83,6 +83,7 @@ class CollectiveDispatcher(Dispatcher):
 
     def combine(self, rows_ep_local: torch.Tensor, received: ReceivedRows) -> torch.Tensor:
         """See ``Dispatcher.combine``."""
+        assert received.layout is not None, "received comes from this dispatcher"
         rank, size = self.group.rank, self.group.size
         num_tokens = received.tokens_per_rank[rank]
         own = self._num_local_experts(rank)

@@ -177,6 +177,7 @@ class SymmetricExchange(GpuExchange):
         _check_experts(first_expert, space.size)
         self.rank, self.size = space.rank, space.size
         self.num_bytes = sizes.symmetric_bytes
+        self._space = space  # which keeps the peers' memory mapped
         self._buffers = {
             name: space.carve(name, shape, dtype) for name, (shape, dtype) in sizes.symmetric.items()
         }

@@ -55,7 +55,7 @@ class ExpertPairs:
 
     Attributes:
         row: ``[P]`` int64, received row of each (row, slot) pair.
-        slot: ``[P]`` int64.
+        slot: ``[P]`` int64; -1 where the transport does not tell (DeepEP).
         local_expert: ``[P]`` int64.
         return_row: ``[P]`` int64, where the pair's output stands in the send buffer of the combine.
     """

@@ -30,7 +30,7 @@ def resolve_multiple_reduction(
     rearrangement_interval: int,
     *,
     ep_size: int,
-    device_type: str,
+    transport_can: bool,
 ) -> MultipleReduction:
     """Apply the rule.
 
@@ -39,7 +39,7 @@ def resolve_multiple_reduction(
         num_redundant_experts: Placed copies beyond one per logical expert.
         rearrangement_interval: Steps between moves of experts while serving; 0 where they stay.
         ep_size: Ranks in the expert-parallel group, virtual ones included.
-        device_type: ``cpu``, or another, whose dispatchers do not pre-sum.
+        transport_can: Whether the dispatcher in force pre-sums.
     """
     if level == "topology":
         return MultipleReduction(False, "level topology adds every slot at the home rank")
@@ -53,6 +53,6 @@ def resolve_multiple_reduction(
         )
     if ep_size == 1:
         return MultipleReduction(False, "one EP rank: nothing travels")
-    if device_type != "cpu":
-        return MultipleReduction(False, f"dispatchers on {device_type} return every slot's row unreduced")
+    if not transport_can:
+        return MultipleReduction(False, "the dispatcher in force returns every slot's row unreduced")
     return MultipleReduction(True, f"level batch with one fixed placement on {ep_size} EP ranks")

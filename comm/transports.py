@@ -10,13 +10,14 @@ from typing import Literal
 
 import torch
 
+from moe_runtime.comm.deepep import import_deep_ep
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.shared_memory import connect_shared_memory
 from moe_runtime.comm.symmetric_memory import peer_access_fault
 
 __all__ = ["DispatcherName", "Transport", "TransportName", "open_transport"]
 
-DispatcherName = Literal["auto", "collective", "symmetric", "loopback"]
+DispatcherName = Literal["auto", "collective", "symmetric", "loopback", "deepep"]
 TransportName = Literal["collective", "symmetric", "loopback"]
 
 EXCHANGE_TIMEOUT_S = 300.0
@@ -50,13 +51,20 @@ def open_transport(
         group: Ranks, joined through torch.distributed.
         wanted: ``collective``: torch.distributed; ``symmetric``: memory that all ranks of one host see, shared memory
             for CPU ranks, peer memory over NVLink or PCIe for GPUs; ``auto``: the second where it can be, else the
-            first; ``loopback``: one process that plays several ranks.
+            first; ``loopback``: one process that plays several ranks; ``deepep``: refused, with what is missing, as
+            long as the engine's GPU path does not run behind it (comm/deepep.py is for programs of their own).
         device: Own device; the CPU by default.
         timeout_s: How long an exchange waits for a rank.
 
     Raises:
-        ValueError: ``symmetric`` or ``loopback`` cannot be here; names the reason.
+        ValueError: the transport asked for cannot be here; names the reason.
     """
+    device_type = "cpu" if device is None else device.type
+    if wanted == "deepep" and device_type != "cuda":
+        raise ValueError(
+            f"dispatcher (deepep) must be auto, collective, symmetric or loopback with device {device_type}: DeepEP "
+            "moves rows between GPUs only"
+        )
     if wanted == "loopback":
         if group.size > 1:
             raise ValueError(
@@ -86,6 +94,11 @@ def _between_gpus(
     control = group if isinstance(links, str) else replace(group, links=links)
     if wanted == "collective":
         return Transport("collective", "asked for", control)
+    if wanted == "deepep":
+        raise ValueError(
+            f"dispatcher (deepep) must be auto, symmetric or collective: the engine's kernels do not run behind DeepEP "
+            f"yet (deep_ep {_deep_ep_version(group)} is installed)"
+        )
     fault = peer_access_fault(group, device)
     if not fault:
         reason = "asked for" if wanted == "symmetric" else "every GPU reaches the memory of all others"
@@ -93,3 +106,16 @@ def _between_gpus(
     if wanted == "symmetric":
         raise ValueError(f"dispatcher (symmetric) must be collective or auto here: {fault}")
     return Transport("collective", fault, control)
+
+
+def _deep_ep_version(group: RankGroup) -> str:
+    """Import deep_ep on every rank; one outcome on all of them."""
+    fault, version = "", "of unknown version"
+    try:
+        version = getattr(import_deep_ep(), "__version__", version)
+    except ValueError as error:
+        fault = str(error)
+    for rank, data in enumerate(group.all_gather_bytes(fault.encode())):
+        if data:
+            raise ValueError(f"rank {rank}: {data.decode()}")
+    return version

@@ -6,9 +6,10 @@ the device, counted up by a kernel at the start of each step, so a captured grap
 means that no peer takes part (a graph's warm-up, one process that plays all ranks): then nothing is raised and every
 wait is over at once.
 
-Memory order: a program's stores, or those of earlier kernels, then ``bar.sync`` (or the kernel boundary), then one
-thread's ``st.release.sys``; ``ld.acquire.sys`` by one thread per source, then ``bar.sync``, then plain loads (PTX ISA,
-"Memory Consistency Model"). A waiting kernel spins without bound: a host watchdog alone decides that a peer is lost.
+Memory order: a program's stores, or those of earlier kernels, then ``bar.sync`` (or the kernel boundary), then
+``st.release.sys`` by one thread per peer; ``ld.acquire.sys`` by one thread per source, then ``bar.sync``, then plain
+loads (PTX ISA, "Memory Consistency Model"). A waiting kernel spins without bound: a host watchdog alone decides that a
+peer is lost.
 
 Offsets: a peer's copy of a buffer lies ``offset`` elements from one's own, ``offset`` a multiple of 16 (comm's
 symmetric buffers); with them a kernel addresses every rank's memory from its own tensor.
@@ -83,17 +84,23 @@ def raise_flags(  # type: ignore[no-untyped-def]
 ):
     """Store ``value`` into this rank's word of the channel at every rank; nothing where it is 0.
 
+    A thread per peer, in one warp: a release to the system is a fence that takes most of a microsecond, and the peers'
+    share one. With one thread for all of them there would be as many fences as ranks, one after the other.
     The program's own stores, if any are to be seen, stand before a ``tl.debug_barrier``.
     """
     if SPIN:  # noqa: SIM102  # a constant of compilation
         if value > 0:
-            for peer in range(SIZE):
-                at = words + tl.load(offsets + peer) + channel * SIZE + RANK
-                tl.inline_asm_elementwise(
-                    """{ .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0;
-                    @p st.release.sys.global.b32 [$1], $2; mov.u32 $0, 0; }""",
-                    "=r,l,r", [at, value], dtype=tl.int32, is_pure=False, pack=1,
-                )  # fmt: skip
+            own = words + channel * SIZE + RANK
+            tl.inline_asm_elementwise(
+                """{ .reg .pred p; .reg .u32 t; .reg .u64 o, a; mov.u32 t, %tid.x;
+                setp.ge.u32 p, t, $4; @p bra D;
+                mul.wide.u32 o, t, 8; add.u64 a, $2, o; ld.global.b64 o, [a];
+                shl.b64 o, o, 2; add.u64 a, $1, o;
+                st.release.sys.global.b32 [a], $3;
+                D: mov.u32 $0, 0; }""",
+                "=r,l,l,r,r", [own.to(tl.int64), offsets.to(tl.int64), value, SIZE],
+                dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
 
 
 @triton.jit

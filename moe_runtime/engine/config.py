@@ -30,7 +30,7 @@ class EngineConfig:
             folder.
         dispatcher: What moves rows between ranks: ``collective`` (torch.distributed), ``symmetric`` (shared memory of
             one host), or ``auto``, the second where all ranks can; ``loopback``: this one process plays
-            ``loopback_ranks`` ranks, on the CPU. The same bits by each.
+            ``loopback_ranks`` ranks, on the CPU; ``deepep``: DeepEP, between GPUs only. The same bits by each.
         tp: Consecutive ranks that share the attention, dense layers and vocabulary of one batch; the number of ranks
             must be a multiple. At level ``topology`` it changes no bit. CPU only.
         loopback_ranks: Virtual ranks of the loopback dispatcher.
@@ -51,7 +51,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     enforce_eager: bool = False
     audit_cache: str | None = None
-    dispatcher: Literal["auto", "collective", "symmetric", "loopback"] = "auto"
+    dispatcher: Literal["auto", "collective", "symmetric", "loopback", "deepep"] = "auto"
     loopback_ranks: int = 8
     tp: int = 1
     invariance: Literal["topology", "batch"] = "topology"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from moe_runtime.comm.base import Dispatcher
+from moe_runtime.comm.base import SummingDispatcher
 from moe_runtime.eplb.placement import ExpertPlacement
 from moe_runtime.layers.mlp import MoE, pack_expert
 from moe_runtime.models.model_config import ModelConfig, TensorSpec
@@ -26,7 +26,7 @@ def make_moe(
     config: ModelConfig,
     placement: ExpertPlacement,
     rank: int,
-    dispatcher: Dispatcher,
+    dispatcher: SummingDispatcher,
     read: Callable[[str, int | None], torch.Tensor],
 ) -> MoE:
     """Build one layer's mixture of experts.

@@ -148,7 +148,7 @@ def plan_model(
         len(placement.physical_to_logical_map) - placement.num_logical_experts,
         0,
         ep_size=ep_size,
-        device_type=device.type,
+        transport_can=device.type == "cpu",
     )
     with _open(model_dir, dtype, engine_config, tensor_specs(config), device) as source:
         identity = f"{source.fingerprint()} {dtype} {NUMERICS_VERSION} {_architecture(device)}"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from moe_runtime.comm.base import Dispatcher
+from moe_runtime.comm.base import SummingDispatcher
 from moe_runtime.comm.tensor_parallel import TensorParallel
 from moe_runtime.kernels.activation import swiglu
 from moe_runtime.kernels.gemm import PARTS, linear, pack_weight
@@ -71,7 +71,7 @@ class MoE:
         router: torch.Tensor,
         experts: Sequence[PackedExpert],
         logical_to_physical: torch.Tensor,
-        dispatcher: Dispatcher,
+        dispatcher: SummingDispatcher,
         num_topk: int,
         norm_topk_prob: bool,
     ) -> None:

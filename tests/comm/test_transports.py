@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
+import pytest
+import torch
+
 from moe_runtime.comm import shared_memory
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.transports import open_transport
+from tests.comm import fake_deep_ep
 from tests.ranks import RankContext
 
 
@@ -44,3 +50,34 @@ def test_the_choice_and_its_reason(ranks):
             ("symmetric", "asked for", True),
         ]
     assert open_transport(RankGroup(), "symmetric").reason == "one rank: nothing travels"
+
+
+def choose_deepep(context: RankContext, installed: list[bool]) -> str:
+    """As if the ranks had GPUs; what is said, or the error."""
+    before = sys.modules.get("deep_ep")
+    sys.modules["deep_ep"] = fake_deep_ep if installed[context.rank] else None  # type: ignore[assignment]
+    try:
+        found = open_transport(context.group, "deepep", torch.device("cuda"))
+        return f"{found.name}: {found.reason}"
+    except ValueError as error:
+        return str(error)
+    finally:
+        sys.modules.pop("deep_ep")
+        if before is not None:
+            sys.modules["deep_ep"] = before
+
+
+def test_deepep_is_for_gpus_where_every_rank_has_it(ranks):
+    for message in ranks(2, choose_deepep, [True, True]):
+        assert (
+            "must be auto, symmetric or collective: the engine's kernels do not run behind DeepEP" in message
+        )
+        assert "(deep_ep of unknown version is installed)" in message
+    for message in ranks(2, choose_deepep, [True, False]):
+        assert message.startswith("rank 1: dispatcher (deepep) needs the Python package deep_ep")
+    for size in (1, 2):
+        with pytest.raises(
+            ValueError, match=r"dispatcher \(deepep\) must be .* with device cpu: .* GPUs only"
+        ):
+            open_transport(RankGroup(size=size), "deepep")
+    assert open_transport(RankGroup(), "deepep", torch.device("cuda")).reason == "one rank: nothing travels"

@@ -25,6 +25,7 @@ from moe_runtime.kernels.audit_report import (  # isort: skip
     save_report,
 )
 from moe_runtime.kernels.gpu_schedules import schedule_label  # isort: skip
+from moe_runtime.layers.cuda_experts import LayerExperts  # isort: skip
 
 
 def test_shapes_are_those_of_the_model():
@@ -53,7 +54,8 @@ def test_an_audit_of_this_device_takes_schedules_out_of_the_table(tmp_path):
 
 def test_the_short_audit_runs_on_the_first_layers_weights(monkeypatch):
     class Layer:
-        qkv, o_proj, router, w13, w2 = (torch.zeros(i + 1) for i in range(5))
+        qkv, o_proj, router = (torch.zeros(i + 1) for i in range(3))
+        experts = LayerExperts(w13=torch.zeros(4), w2=torch.zeros(5))
 
     class FakeDecoder:
         config = plan_model(EngineConfig(device="cpu")).config
@@ -75,6 +77,30 @@ def test_the_short_audit_runs_on_the_first_layers_weights(monkeypatch):
     }  # fmt: skip
     assert seen["schedules"] is FakeDecoder.schedules
     assert seen["shapes"].hidden == 256
+    assert seen["shapes"].num_local_experts == 4
+
+
+def test_a_rank_with_fewer_experts_than_a_token_has_audits_made_up_ones(monkeypatch):
+    class Layer:
+        qkv, o_proj, router = (torch.zeros(1) for _ in range(3))
+        experts = LayerExperts(w13=torch.zeros(3, 1), w2=torch.zeros(3, 1))
+
+    class FakeDecoder:
+        config = plan_model(EngineConfig(device="cpu")).config
+        dtype, device, pdl = torch.bfloat16, torch.device("cpu"), False
+        layers = (Layer,)
+        lm_head = torch.zeros(9)
+        schedules = object()
+
+    seen = {}
+    monkeypatch.setattr(
+        start_audit,
+        "audit_short",
+        lambda shapes, schedules, device, weights, *, pdl: seen.update(weights, shapes=shapes),
+    )
+    start_audit.check_schedules(FakeDecoder)
+    assert "w13" not in seen
+    assert seen["shapes"].num_local_experts is None
 
 
 @pytest.mark.gpu

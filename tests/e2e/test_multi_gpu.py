@@ -1,0 +1,320 @@
+"""Ranks on GPUs of their own that really wait for each other: all-reduce and flags, bits and races.
+
+    pytest -m multigpu tests/e2e/test_multi_gpu.py
+
+starts its ranks itself, on as many GPUs as a test asks for. A race test replays a graph with new inputs and poisoned
+outputs while ranks pause, one of them or several, *between the wait and the reads*; pauses between kernels alone do not
+show that a buffer is reused too early. Each has a control that must go wrong.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+import triton
+
+from moe_runtime.comm import all_reduce as all_reduce_module
+from moe_runtime.comm import symmetric_all_reduce
+from moe_runtime.comm.all_reduce import all_reduce
+from moe_runtime.comm.groups import RankGroup
+from moe_runtime.comm.symmetric_all_reduce import SymmetricAllReduce
+from moe_runtime.comm.symmetric_memory import SymmetricSpace, carved_bytes, keep_multicast_off
+from moe_runtime.kernels.all_reduce_triton import _pause, all_reduce_reference
+from moe_runtime.kernels.peer_flags_triton import PeerFlags, count_step, peer_barrier
+from moe_runtime.kernels.trees import tree_sum
+from tests.bits import HOSTILE_KINDS, assert_bits_equal, hostile
+from tests.ranks import RankContext, RankPool
+
+NUM_GPUS = torch.cuda.device_count()
+
+pytestmark = [
+    pytest.mark.multigpu,
+    pytest.mark.skipif(NUM_GPUS < 2, reason=f"needs two GPUs, finds {NUM_GPUS}"),
+]
+
+SIZES = [size for size in (2, 3, 4, 6, 8) if size <= max(2, NUM_GPUS)]
+BF16, FP32 = torch.bfloat16, torch.float32
+
+PAUSES_NS = (0, 0, 2_000, 10_000, 30_000)
+NUM_REPLAYS = 200
+LARGE = 128 * 2048
+CALLS = [
+    (2048, True), (LARGE, True), (LARGE, False), (2048, False), (LARGE, True), (LARGE, True), (1000, True),
+    (LARGE, False), (LARGE, True),
+]  # fmt: skip
+"""Elements of each call of a step, and whether it goes in one shot; an odd number."""
+NUM_ROUNDS = 16
+TIMEOUT_S = 150.0
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Callable[..., list[Any]]]:
+    """As the usual one, with a pool for each number of ranks: torch remembers a group's members by its name."""
+    pools: dict[int, RankPool] = {}
+
+    def run(size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        pool = pools.setdefault(size, RankPool())
+        try:
+            return pool.run(size, fn, *args, timeout_s=TIMEOUT_S)
+        except BaseException:
+            pool.shutdown()
+            raise
+
+    yield run
+    for pool in pools.values():
+        pool.shutdown()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peers:
+    """A rank's device, symmetric memory and flags; ``counter`` is the step's number, then the count."""
+
+    group: RankGroup
+    device: torch.device
+    space: SymmetricSpace
+    flags: PeerFlags
+    counter: torch.Tensor
+    live: torch.Tensor
+
+    def next_step(self) -> None:
+        count_step(self.counter, self.live)
+
+    def captured(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """A graph of the launches, after one step of them."""
+        launch()
+        torch.cuda.synchronize()
+        self.group.all_gather_bytes(b"")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            launch()
+        return graph
+
+
+def open_peers(context: RankContext, num_channels: int, num_bytes: int) -> Peers:
+    group, device = context.group, torch.device("cuda", context.rank)
+    torch.cuda.set_device(device)
+    num_bytes += carved_bytes((num_channels, group.size), torch.int32)
+    space = SymmetricSpace.connect(group, num_bytes, device)
+    words = space.carve("words", (num_channels, group.size), torch.int32)
+    counter = torch.zeros(2, dtype=torch.int32, device=device)
+    flags = PeerFlags(
+        words=words.local, offsets=words.offsets, step=counter[:1], rank=group.rank, size=group.size
+    )
+    live = torch.ones(1, dtype=torch.int32, device=device)
+    return Peers(group=group, device=device, space=space, flags=flags, counter=counter, live=live)
+
+
+def reducer_of(
+    peers: Peers, max_calls: int, max_elements: int, part_dtype: torch.dtype, out_dtype: torch.dtype
+):
+    reducer = SymmetricAllReduce(
+        peers.space, peers.flags, 0, max_calls=max_calls, max_elements=max_elements,
+        part_dtype=part_dtype, out_dtype=out_dtype,
+    )  # fmt: skip
+    peers.space.check_layout()
+    return reducer
+
+
+def draw_pauses(replay: int, rank: int, size: int, count: int) -> torch.Tensor:
+    """Random pauses of every rank, or of one in turn."""
+    chosen = random.Random(replay * size + rank)
+    who = replay % (size + 1)
+    pauses = [chosen.choice(PAUSES_NS) if who in (size, rank) else 0 for _ in range(count)]
+    return torch.tensor(pauses, dtype=torch.int32)
+
+
+# ---- bits
+
+
+def compare_backends(context: RankContext) -> None:
+    """NCCL, gloo, symmetric memory in both forms, and the tree on the CPU."""
+    keep_multicast_off()
+    lengths = (1, 77, 2048, 3 * 2048 + 16, LARGE)
+    usual_bytes = all_reduce_module.ONE_SHOT_BYTES
+    for part_dtype, out_dtype in ((BF16, BF16), (FP32, BF16), (FP32, FP32)):
+        peers = open_peers(
+            context,
+            SymmetricAllReduce.num_channels(2 * len(lengths)),
+            SymmetricAllReduce.num_bytes(LARGE, part_dtype, out_dtype),
+        )
+        reducer = reducer_of(peers, 2 * len(lengths), LARGE, part_dtype, out_dtype)
+        nccl = dist.new_group(backend="nccl")
+        by_nccl = replace(context.group, process_group=nccl)
+        for kind in HOSTILE_KINDS:
+            peers.next_step()
+            for length in lengths:
+                parts = hostile(kind, (length, context.world_size), seed=length).to(part_dtype).unbind(1)
+                expected = tree_sum([part.float() for part in parts]).to(out_dtype)
+                residual = hostile("normal", (length,), seed=5).to(out_dtype)
+                part = parts[context.rank].contiguous()
+                label = f"{kind}, {length} elements of {part_dtype} to {out_dtype}"
+                on_gpu = part.to(peers.device)
+                for one_shot_bytes in (0, 1 << 30):
+                    all_reduce_module.ONE_SHOT_BYTES = one_shot_bytes
+                    assert_bits_equal(all_reduce(part, context.group, out_dtype), expected, f"{label}, gloo")
+                    assert_bits_equal(
+                        all_reduce(on_gpu, by_nccl, out_dtype).cpu(), expected, f"{label}, NCCL"
+                    )
+                all_reduce_module.ONE_SHOT_BYTES = usual_bytes
+                for one_shot, before in ((True, None), (False, residual)):
+                    reducer.part(length).copy_(on_gpu)
+                    onto = None if before is None else before.to(peers.device)
+                    total = reducer.reduce(length, one_shot=one_shot, residual=onto)
+                    wanted = all_reduce_reference(parts, out_dtype, before)
+                    assert_bits_equal(total.cpu(), wanted, f"{label}, symmetric, one shot {one_shot}")
+            reducer.end_step()
+        torch.cuda.synchronize()
+        context.group.all_gather_bytes(b"")
+        dist.destroy_process_group(nccl)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_backend_gives_the_bits_of_the_tree(ranks, size):
+    ranks(size, compare_backends)
+
+
+# ---- races of the all-reduce
+
+
+def replay_all_reduce(
+    context: RankContext,
+    calls: list[tuple[int, bool]],
+    num_sets: int,
+    live: bool,
+    pdl: bool,
+    num_replays: int,
+) -> int:
+    """Replays of a step that gave this rank a wrong sum."""
+    rank, size = context.rank, context.world_size
+    usual_sets = symmetric_all_reduce.NUM_SETS
+    symmetric_all_reduce.NUM_SETS = num_sets
+    try:
+        peers = open_peers(
+            context,
+            SymmetricAllReduce.num_channels(len(calls)),
+            SymmetricAllReduce.num_bytes(LARGE, BF16, BF16),
+        )
+        reducer = reducer_of(peers, len(calls), LARGE, BF16, BF16)
+        inputs = torch.zeros(len(calls), LARGE, dtype=BF16, device=peers.device)
+        outputs = torch.zeros_like(inputs)
+        pause_ns = torch.zeros(8, dtype=torch.int32, device=peers.device)
+
+        def launch() -> None:
+            peers.next_step()
+            for call, (length, one_shot) in enumerate(calls):
+                # Kernels, not copies, which would not take part in dependent launch.
+                torch.mul(inputs[call, :length], 1, out=reducer.part(length))
+                total = reducer.reduce(length, one_shot=one_shot, pause_ns=pause_ns, pdl=pdl)
+                torch.mul(total, 1, out=outputs[call, :length])
+            reducer.end_step(pdl=pdl)
+
+        graph = peers.captured(launch)
+    finally:
+        symmetric_all_reduce.NUM_SETS = usual_sets
+    peers.live.fill_(int(live))
+    num_wrong = 0
+    for replay in range(num_replays):
+        parts = []
+        for peer in range(size):
+            generator = torch.Generator(peers.device).manual_seed(replay * size + peer)
+            parts.append(torch.randn(inputs.shape, generator=generator, device=peers.device).to(BF16))
+        inputs.copy_(parts[rank])
+        outputs.fill_(float("nan"))
+        if num_sets == usual_sets:
+            pause_ns.copy_(draw_pauses(replay, rank, size, len(pause_ns)))
+        else:
+            pause_ns.fill_(30_000 if rank == 1 else 0)
+        torch.cuda.synchronize()
+        graph.replay()
+        torch.cuda.synchronize()
+        expected = all_reduce_reference(parts, BF16)
+        num_wrong += any(
+            not torch.equal(outputs[call, :length], expected[call, :length])
+            for call, (length, _) in enumerate(calls)
+        )
+    context.group.all_gather_bytes(b"")  # a rank that left would take its memory along
+    return num_wrong
+
+
+@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+def test_two_sets_are_enough_whoever_pauses(ranks, size, pdl):
+    wrong = ranks(size, replay_all_reduce, CALLS, 2, True, pdl, NUM_REPLAYS)
+    assert wrong == [0] * size, f"wrong of {NUM_REPLAYS} replays, by rank"
+
+
+def test_control_one_set_goes_wrong(ranks):
+    calls = [(LARGE, True)] * 8
+    assert sum(ranks(2, replay_all_reduce, calls, 1, True, True, 20)) > 0
+
+
+def test_control_without_waits_it_goes_wrong(ranks):
+    assert sum(ranks(2, replay_all_reduce, CALLS, 2, False, True, 20)) > 0
+
+
+# ---- races of the flags alone
+
+
+@triton.jit
+def _delay(pause_ns, which):  # type: ignore[no-untyped-def]
+    _pause(pause_ns + which, 1, True)
+
+
+def replay_flags(context: RankContext, live: bool, num_replays: int) -> int:
+    """Replays in which this rank read something else than what all ranks had stored to it in the same round."""
+    rank, size, width = context.rank, context.world_size, 4096
+    num_bytes = carved_bytes((size, width), torch.int32)
+    peers = open_peers(context, 2 * NUM_ROUNDS, num_bytes)
+    box = peers.space.carve("box", (size, width), torch.int32)
+    peers.space.check_layout()
+    values = torch.zeros(NUM_ROUNDS, width, dtype=torch.int32, device=peers.device)
+    seen = torch.zeros(NUM_ROUNDS, size, width, dtype=torch.int32, device=peers.device)
+    pause_ns = torch.zeros(2 * NUM_ROUNDS, dtype=torch.int32, device=peers.device)
+
+    def launch() -> None:
+        peers.next_step()
+        for i in range(NUM_ROUNDS):
+            _delay[(1,)](pause_ns, 2 * i)
+            for peer in range(size):
+                box.copies[peer][rank].copy_(values[i])
+            peer_barrier(peers.flags, 2 * i)
+            _delay[(1,)](pause_ns, 2 * i + 1)
+            seen[i].copy_(box.local)
+            peer_barrier(peers.flags, 2 * i + 1)
+
+    graph = peers.captured(launch)
+    peers.live.fill_(int(live))
+    rounds = torch.arange(NUM_ROUNDS, dtype=torch.int32, device=peers.device)
+    sources = torch.arange(size, dtype=torch.int32, device=peers.device)
+    num_wrong = 0
+    for replay in range(num_replays):
+        number = (1 + replay) * NUM_ROUNDS + rounds
+        values.copy_((number * size + rank)[:, None].expand_as(values))
+        seen.fill_(-1)
+        pause_ns.copy_(draw_pauses(replay, rank, size, len(pause_ns)))
+        torch.cuda.synchronize()
+        graph.replay()
+        torch.cuda.synchronize()
+        expected = (number[:, None] * size + sources)[..., None].expand_as(seen)
+        num_wrong += not torch.equal(seen, expected)
+    context.group.all_gather_bytes(b"")
+    return num_wrong
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_behind_a_barrier_everybody_sees_what_all_have_stored(ranks, size):
+    wrong = ranks(size, replay_flags, True, NUM_REPLAYS)
+    assert wrong == [0] * size, f"wrong of {NUM_REPLAYS} replays, by rank"
+
+
+def test_control_without_flags_stores_are_missed(ranks):
+    assert sum(ranks(2, replay_flags, False, 20)) > 0
