@@ -24,12 +24,14 @@ class RankGroup:
         rank: Own position.
         size: Number of ranks.
         process_group: torch.distributed group; None exactly when size is 1 or the default group is meant.
+        first_rank: Rank in the world of the group's rank 0, by which messages name its ranks.
         links: Where given, rows travel here and not through torch.distributed; the same bits arrive.
     """
 
     rank: int = 0
     size: int = 1
     process_group: dist.ProcessGroup | None = None
+    first_rank: int = 0
     links: SharedMemoryLinks | None = field(default=None, compare=False)
 
     def exchange(

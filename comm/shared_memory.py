@@ -125,6 +125,7 @@ class SharedMemoryLinks:
         pulse: The own one.
         timeout_s: How long an exchange waits for a peer that works.
         stalled_after_s: How long for one whose pulse stands still.
+        first_rank: Rank in the world of the group's rank 0, for messages.
     """
 
     def __init__(
@@ -135,8 +136,10 @@ class SharedMemoryLinks:
         pulse: _Pulse,
         timeout_s: float,
         stalled_after_s: float = STALLED_AFTER_S,
+        first_rank: int = 0,
     ) -> None:
         self.rank = rank
+        self.first_rank = first_rank
         self.timeout_s = timeout_s
         self.stalled_after_s = stalled_after_s
         self._sockets = list(sockets)
@@ -201,12 +204,12 @@ class SharedMemoryLinks:
             except OSError:
                 gone = True
             if gone:
-                raise PeerError(f"rank {peer} has gone: it closed its link to rank {self.rank}")
+                raise PeerError(f"{self._name(peer)} has gone: it closed its link to {self._name(self.rank)}")
             count, since_s = self._last_beats.get(peer, (-1, now_s))
             if int(pulse[0]) != count:
                 self._last_beats[peer] = (int(pulse[0]), now_s)
             elif now_s - since_s >= self.stalled_after_s:
-                raise PeerError(f"rank {peer} has stalled: no sign of life in {now_s - since_s:.1f} s")
+                raise PeerError(f"{self._name(peer)} has stalled: no sign of life in {now_s - since_s:.1f} s")
 
     def close(self) -> None:
         """Close the sockets; peers that still wait are told at once."""
@@ -227,9 +230,9 @@ class SharedMemoryLinks:
             else:
                 socket.send_fds(link, [message], [descriptor])
         except TimeoutError:
-            raise PeerError(f"rank {peer} does not take the rows of rank {self.rank}") from None
+            raise PeerError(f"{self._name(peer)} does not take the rows of {self._name(self.rank)}") from None
         except OSError as error:
-            raise PeerError(f"rank {peer} has gone: {error.strerror}") from error
+            raise PeerError(f"{self._name(peer)} has gone: {error.strerror}") from error
         finally:
             if descriptor is not None:
                 os.close(descriptor)
@@ -239,15 +242,15 @@ class SharedMemoryLinks:
         assert link is not None, "no rank receives from itself"
         message, descriptors = self._wait(peer, link)
         if not message:
-            raise PeerError(f"rank {peer} has gone: it closed its link to rank {self.rank}")
+            raise PeerError(f"{self._name(peer)} has gone: it closed its link to {self._name(self.rank)}")
         theirs, num_bytes, capacity = _DOORBELL.unpack(message)
         for descriptor in descriptors:
             inbox.take(descriptor, capacity)
             os.close(descriptor)
         if (theirs, num_bytes) != (number, len(rows)):
             raise PeerError(
-                f"rank {peer} sent {num_bytes} bytes in exchange {theirs} where rank {self.rank} expects {len(rows)} "
-                f"in exchange {number}: the ranks run different steps"
+                f"{self._name(peer)} sent {num_bytes} bytes in exchange {theirs} where {self._name(self.rank)} expects "
+                f"{len(rows)} in exchange {number}: the ranks run different steps"
             )
         rows[:] = inbox.rows(number, num_bytes, capacity)
 
@@ -263,15 +266,21 @@ class SharedMemoryLinks:
             except TimeoutError:
                 now_s = time.monotonic()
             except OSError as error:
-                raise PeerError(f"rank {peer} has gone: {error.strerror}") from error
+                raise PeerError(f"{self._name(peer)} has gone: {error.strerror}") from error
             else:
                 return message, descriptors
             if int(pulse[0]) != count:
                 beat_s, count = now_s, int(pulse[0])
             if now_s - beat_s >= self.stalled_after_s:
-                raise PeerError(f"rank {peer} has stalled: no sign of life in {now_s - beat_s:.1f} s")
+                raise PeerError(f"{self._name(peer)} has stalled: no sign of life in {now_s - beat_s:.1f} s")
             if now_s - start_s >= self.timeout_s:
-                raise PeerError(f"rank {peer} sent nothing to rank {self.rank} in {self.timeout_s:g} s")
+                raise PeerError(
+                    f"{self._name(peer)} sent nothing to {self._name(self.rank)} in {self.timeout_s:g} s"
+                )
+
+    def _name(self, rank: int) -> str:
+        """As messages call a rank of the group: by its place in the world."""
+        return f"rank {self.first_rank + rank}"
 
 
 def connect_shared_memory(
@@ -298,7 +307,7 @@ def connect_shared_memory(
             listener.bind(address)
             listener.listen(group.size)
         except OSError as error:
-            reason = f"rank {group.rank} cannot listen: {error.strerror}"
+            reason = f"rank {group.first_rank + group.rank} cannot listen: {error.strerror}"
         hosts = group.all_gather_bytes(host_id())
         addresses = [data.decode() for data in group.all_gather_bytes(b"" if reason else address.encode())]
         if len(set(hosts)) > 1:
@@ -307,10 +316,14 @@ def connect_shared_memory(
             pulse = _Pulse()
             try:
                 sockets, pulses = _connect_all(group.rank, listener, addresses, pulse.descriptor)
-                links = SharedMemoryLinks(group.rank, sockets, pulses, pulse, timeout_s, stalled_after_s)
+                links = SharedMemoryLinks(
+                    group.rank, sockets, pulses, pulse, timeout_s, stalled_after_s, group.first_rank
+                )
             except OSError as error:
                 pulse.close()
-                reason = f"rank {group.rank} cannot reach the others: {error.strerror or error}"
+                reason = (
+                    f"rank {group.first_rank + group.rank} cannot reach the others: {error.strerror or error}"
+                )
             finally:
                 os.close(pulse.descriptor)
         reasons = [data.decode() for data in group.all_gather_bytes(reason.encode())]

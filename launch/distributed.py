@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.symmetric_memory import keep_multicast_off
+from moe_runtime.comm.tensor_parallel import TensorParallel
 
 __all__ = ["close_ranks", "init_ranks"]
 
@@ -51,12 +52,18 @@ def init_ranks(device: Literal["auto", "cpu", "cuda"] = "cpu") -> RankGroup:
     return RankGroup(rank=rank, size=size)
 
 
-def close_ranks(group: RankGroup) -> None:
-    """Leave the group together: a rank that goes while another still reads from it would look like a failure."""
+def close_ranks(group: RankGroup, tensor_parallel: TensorParallel | None = None) -> None:
+    """Leave the group together: a rank that goes while another still reads from it would look like a failure.
+
+    Args:
+        group: All ranks.
+        tensor_parallel: This rank's group among them, whose links end too.
+    """
     if group.size > 1:
         dist.barrier()
-        if group.links is not None:
-            group.links.close()
+        for links in (group.links, None if tensor_parallel is None else tensor_parallel.group.links):
+            if links is not None:
+                links.close()
         dist.destroy_process_group()
 
 

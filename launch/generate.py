@@ -117,12 +117,12 @@ def _generate(
     with progress_bar("loading weights", shown=group.rank == 0) as on_progress:
         llm = LLM.from_config(config.engine, group=group, on_progress=on_progress)
     defaults = llm.default_sampling_params()
-    num_mine = len(range(group.rank, len(parsed), group.size))
+    num_mine = len(range(0, len(parsed), llm.num_engines))  # rank 0's, which alone are shown
     with progress_bar("generating", shown=group.rank == 0) as on_progress:
         return llm.generate(
             [_prompt(llm, prompt) for prompt, _ in parsed],
             [replace(defaults, **given) for _, given in parsed],
-            on_finished=lambda done: on_progress(done * group.size, num_mine * group.size),
+            on_finished=lambda done: on_progress(done * llm.num_engines, num_mine * llm.num_engines),
         )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import zmq
 
 from moe_runtime.engine.engine import Engine
+from moe_runtime.engine.follower import Follower
 from moe_runtime.engine.messages import (
     AbortRequest,
     AddRequest,
@@ -36,7 +37,7 @@ class RankService:
     """Connects one rank's engine to the front end.
 
     Args:
-        engine: This rank's engine.
+        engine: This rank's engine, or what stands for it where the first rank of its group schedules.
         rank: This rank.
         endpoint: ZeroMQ address of the front end.
         info: Sent with the ready message.
@@ -45,7 +46,7 @@ class RankService:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Engine | Follower,
         rank: int,
         endpoint: str,
         info: dict[str, str | int | float | bool | None],

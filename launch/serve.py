@@ -18,6 +18,7 @@ import msgspec
 import torch
 
 from moe_runtime.comm.groups import RankGroup
+from moe_runtime.comm.tensor_parallel import TensorParallel, open_tensor_parallel
 from moe_runtime.comm.transports import Transport, open_transport
 from moe_runtime.config import ServeConfig
 from moe_runtime.engine.backend import Deployment, plan_deployment, start_engine
@@ -85,11 +86,12 @@ def main(args: Sequence[str] | None = None) -> int:
             return EXIT_USAGE
         try:
             transport = open_transport(group, config.engine.dispatcher, plan.device)
+            tensor_parallel = open_tensor_parallel(group, config.engine.tp, config.engine.dispatcher)
         except ValueError as error:
             logger.error("%s", error)  # on every rank alike
             close_ranks(group)
             return EXIT_USAGE
-        return _serve(config, plan, deployment, transport, front_end, greetings[0], start_s)
+        return _serve(config, plan, deployment, transport, tensor_parallel, front_end, greetings[0], start_s)
     finally:
         if front_end is not None:
             front_end.close()
@@ -123,6 +125,7 @@ def _serve(
     plan: ModelPlan,
     deployment: Deployment,
     transport: Transport,
+    tensor_parallel: TensorParallel,
     front_end: FrontEndProcess | None,
     greeting: _Greeting,
     start_s: float,
@@ -131,9 +134,16 @@ def _serve(
     if group.rank == 0:
         logger.info("dispatcher %s: %s", transport.name, transport.reason)
     try:
-        _check_memory(plan, deployment.num_kv_blocks, group)
+        _check_memory(plan, deployment.num_kv_blocks, group, config.engine.tp)
         with progress_bar("loading weights", shown=group.rank == 0) as on_progress:
-            model = load_model(plan, config.engine, group, on_progress=on_progress, transport=transport.name)
+            model = load_model(
+                plan,
+                config.engine,
+                group,
+                on_progress=on_progress,
+                transport=transport.name,
+                tensor_parallel=tensor_parallel,
+            )
         with progress_bar("capturing graphs", shown=group.rank == 0) as on_capture:
             engine = start_engine(model, deployment, config.engine, group, on_capture=on_capture)
     except CheckpointError as error:
@@ -150,6 +160,7 @@ def _serve(
         "num_local_experts": len(
             contiguous_placement(plan.config.num_experts, group.size).local_logical_experts(group.rank)
         ),
+        "tp_rank": tensor_parallel.rank,
         "dispatcher": transport.name,
         "dispatcher_reason": transport.reason,
         "num_self_check_comparisons": model.audit.num_comparisons,
@@ -170,7 +181,7 @@ def _serve(
         return EXIT_FAULT
     finally:
         service.close()
-    close_ranks(group)
+    close_ranks(group, tensor_parallel)
     return EXIT_OK
 
 
@@ -183,7 +194,7 @@ def _leave_at_once(service: RankService, front_end: FrontEndProcess | None) -> N
     os._exit(EXIT_FAULT)
 
 
-def _check_memory(plan: ModelPlan, num_blocks: int, group: RankGroup) -> None:
+def _check_memory(plan: ModelPlan, num_blocks: int, group: RankGroup, tp: int) -> None:
     """Refuse before loading what this host cannot hold; its first rank speaks for all of them."""
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(group.size)))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -191,9 +202,9 @@ def _check_memory(plan: ModelPlan, num_blocks: int, group: RankGroup) -> None:
         return
     first = group.rank
     placement = contiguous_placement(plan.config.num_experts, group.size)
-    block_bytes = kv_block_bytes(plan.config, plan.torch_dtype)
+    block_bytes = kv_block_bytes(plan.config, plan.torch_dtype, tp)
     ranks = [
-        rank_memory(plan.config, placement, rank, num_blocks, block_bytes)
+        rank_memory(plan.config, placement, rank, num_blocks, block_bytes, tp)
         for rank in range(first, first + local_size)
     ]
     own = ranks[group.rank - first]
@@ -226,6 +237,7 @@ def _server_config(
         model_dir=str(plan.model_dir),
         limits=deployment.limits,
         world_size=group.size,
+        tp=config.engine.tp,
         api_key=config.http.api_key,
         seed=config.engine.seed,
         drain_timeout_s=config.http.drain_timeout_s,
@@ -238,6 +250,7 @@ def _server_config(
             "numerics_version": NUMERICS_VERSION,
             "device": plan.device.type,
             "ep_size": group.size,
+            "tp": config.engine.tp,
             "architecture": plan.config.architecture,
             "dtype": plan.dtype,
             "config": msgspec.to_builtins(config.engine),

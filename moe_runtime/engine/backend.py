@@ -11,6 +11,7 @@ from moe_runtime.comm.groups import RankGroup
 from moe_runtime.engine.config import EngineConfig
 from moe_runtime.engine.cpu_runner import CpuRunner
 from moe_runtime.engine.engine import Engine
+from moe_runtime.engine.follower import Follower
 from moe_runtime.engine.kv_cache import KVCache, default_num_blocks, gpu_num_blocks
 from moe_runtime.engine.model_loader import LoadedModel, ModelPlan
 from moe_runtime.engine.request import RequestLimits
@@ -55,7 +56,7 @@ def plan_deployment(plan: ModelPlan, config: EngineConfig, group: RankGroup | No
         num_blocks = int(ranks.all_gather(torch.tensor([num_blocks])).min())
     if num_blocks is None:
         num_blocks = default_num_blocks(
-            plan.config, plan.torch_dtype, config.max_num_seqs, plan.max_model_len
+            plan.config, plan.torch_dtype, config.max_num_seqs, plan.max_model_len, config.tp
         )
     limits = RequestLimits(
         vocab_size=plan.config.vocab_size,
@@ -72,8 +73,8 @@ def start_engine(
     group: RankGroup,
     *,
     on_capture: Callable[[int, int], None] | None = None,
-) -> Engine:
-    """An engine around loaded weights.
+) -> Engine | Follower:
+    """An engine around loaded weights; a follower on all ranks of a tensor-parallel group but the first.
 
     Args:
         model: From ``load_model``.
@@ -85,14 +86,20 @@ def start_engine(
     Raises:
         CapacityError: the GPU's memory ran out.
     """
+    runner = _runner(model, deployment, config, group, on_capture)
+    tensor_parallel = model.tensor_parallel
+    if not tensor_parallel.is_first:
+        assert isinstance(runner, CpuRunner), "plan_model refuses tp above 1 elsewhere"
+        return Follower(runner, group, tensor_parallel)
     return Engine(
-        _runner(model, deployment, config, group, on_capture),
+        runner,
         deployment.num_kv_blocks,
         SchedulerConfig(
             max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
         ),
         group,
         model.plan.config.eos_token_ids,
+        tensor_parallel,
     )
 
 
@@ -105,7 +112,8 @@ def _runner(
 ) -> Runner:
     plan = model.plan
     if isinstance(model.decoder, Decoder):
-        return CpuRunner(model.decoder, KVCache(plan.config, deployment.num_kv_blocks, plan.torch_dtype))
+        cache = KVCache(plan.config, deployment.num_kv_blocks, plan.torch_dtype, model.tensor_parallel.size)
+        return CpuRunner(model.decoder, cache)
     from moe_runtime.engine.cuda_runner import CudaRunner  # needs Triton, which CPU machines may lack
 
     try:

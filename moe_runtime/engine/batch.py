@@ -9,10 +9,11 @@ import torch
 
 from moe_runtime.engine.scheduler import ScheduledChunk
 from moe_runtime.engine.sequence import Sequence
+from moe_runtime.engine.step_plan import StepPlan
 from moe_runtime.kernels.attention import BLOCK_SIZE, make_attention_plan
 from moe_runtime.layers.decoder import ForwardInput
 
-__all__ = ["LogitsRow", "StepBatch", "make_batch", "wanted_rows"]
+__all__ = ["LogitsRow", "StepBatch", "forward_input", "make_batch", "plan_step", "wanted_rows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,36 +46,51 @@ def make_batch(
 
     Args:
         chunks: From the scheduler; may be empty.
-        tokens_per_rank: Tokens of every rank in the step.
+        tokens_per_rank: Tokens whose home is each rank, in the step.
         num_groups: Query heads per key-value head.
     """
+    rows = wanted_rows(chunks)
+    return StepBatch(forward=forward_input(plan_step(chunks, rows), tokens_per_rank, num_groups), rows=rows)
+
+
+def plan_step(chunks: SequenceOf[ScheduledChunk], rows: SequenceOf[LogitsRow]) -> StepPlan:
+    """The step in integers.
+
+    Args:
+        chunks: From the scheduler; may be empty.
+        rows: Their wanted rows.
+    """
     token_ids: list[int] = []
+    for chunk in chunks:
+        start = chunk.sequence.num_computed_tokens
+        token_ids.extend(chunk.sequence.token_ids[start : start + chunk.num_tokens])
+    return StepPlan(
+        token_ids=token_ids,
+        query_lens=[chunk.num_tokens for chunk in chunks],
+        start_positions=[chunk.sequence.num_computed_tokens for chunk in chunks],
+        block_tables=[chunk.sequence.block_ids for chunk in chunks],
+        row_token_idx=[row.token_idx for row in rows],
+    )
+
+
+def forward_input(plan: StepPlan, tokens_per_rank: SequenceOf[int], num_groups: int) -> ForwardInput:
+    """A rank's tensors; arguments as for ``make_batch``."""
     positions: list[int] = []
     slots: list[int] = []
-    for chunk in chunks:
-        sequence, start = chunk.sequence, chunk.sequence.num_computed_tokens
-        end = start + chunk.num_tokens
-        token_ids.extend(sequence.token_ids[start:end])
-        positions.extend(range(start, end))
-        slots.extend(
-            sequence.block_ids[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(start, end)
-        )
-    plan = None
-    if chunks:
-        plan = make_attention_plan(
-            [chunk.num_tokens for chunk in chunks],
-            [chunk.sequence.num_computed_tokens for chunk in chunks],
-            [chunk.sequence.block_ids for chunk in chunks],
-            num_groups,
-        )
-    forward = ForwardInput(
-        token_ids=torch.tensor(token_ids, dtype=torch.int64),
+    for query_len, start, table in zip(plan.query_lens, plan.start_positions, plan.block_tables, strict=True):
+        places = range(start, start + query_len)
+        positions.extend(places)
+        slots.extend(table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in places)
+    attention = None
+    if plan.query_lens:
+        attention = make_attention_plan(plan.query_lens, plan.start_positions, plan.block_tables, num_groups)
+    return ForwardInput(
+        token_ids=torch.tensor(plan.token_ids, dtype=torch.int64),
         positions=torch.tensor(positions, dtype=torch.int64),
         slot_mapping=torch.tensor(slots, dtype=torch.int64),
-        attention=plan,
+        attention=attention,
         tokens_per_rank=tokens_per_rank,
     )
-    return StepBatch(forward=forward, rows=wanted_rows(chunks))
 
 
 def wanted_rows(chunks: SequenceOf[ScheduledChunk]) -> list[LogitsRow]:

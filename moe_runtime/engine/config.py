@@ -31,6 +31,8 @@ class EngineConfig:
         dispatcher: What moves rows between ranks: ``collective`` (torch.distributed), ``symmetric`` (shared memory of
             one host), or ``auto``, the second where all ranks can; ``loopback``: this one process plays
             ``loopback_ranks`` ranks, on the CPU; ``deepep``: DeepEP, between GPUs only. The same bits by each.
+        tp: Consecutive ranks that share the attention, dense layers and vocabulary of one batch; the number of ranks
+            must be a multiple. At level ``topology`` it changes no bit. CPU only.
         loopback_ranks: Virtual ranks of the loopback dispatcher.
         invariance: ``topology``: a request's bits depend on nothing but the request, on any number of ranks.
             ``batch``: the same for one fixed deployment. Several CPU ranks then pre-sum the slots that each holds, so
@@ -51,6 +53,7 @@ class EngineConfig:
     audit_cache: str | None = None
     dispatcher: Literal["auto", "collective", "symmetric", "loopback", "deepep"] = "auto"
     loopback_ranks: int = 8
+    tp: int = 1
     invariance: Literal["topology", "batch"] = "topology"
     seed: int | None = None
 
@@ -61,6 +64,7 @@ class EngineConfig:
             "max_num_batched_tokens",
             "kv_cache_blocks",
             "loopback_ranks",
+            "tp",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -6,11 +6,12 @@ from collections.abc import Sequence as SequenceOf
 
 import torch
 
-from moe_runtime.engine.batch import make_batch
+from moe_runtime.engine.batch import forward_input, make_batch
 from moe_runtime.engine.kv_cache import KVCache
 from moe_runtime.engine.runner import LaunchedStep, Runner
-from moe_runtime.engine.sampler import score_rows
+from moe_runtime.engine.sampler import score_rows, share_logits
 from moe_runtime.engine.scheduler import ScheduledChunk
+from moe_runtime.engine.step_plan import StepPlan
 from moe_runtime.layers.decoder import Decoder
 
 __all__ = ["CpuRunner"]
@@ -33,7 +34,19 @@ class CpuRunner(Runner):
         self, chunks: SequenceOf[ScheduledChunk], tokens_per_rank: SequenceOf[int], *, is_decode: bool
     ) -> LaunchedStep:
         """See ``Runner.launch``; every step has one form here."""
-        batch = make_batch(chunks, tokens_per_rank, self.decoder.config.num_query_heads_per_kv_head)
+        batch = make_batch(chunks, tokens_per_rank, self.decoder.heads.num_query_heads_per_kv_head)
         hidden = self.decoder.forward(batch.forward, self.kv_cache.layers)
         scored = score_rows(self.decoder, hidden, batch.rows)
         return LaunchedStep(batch.rows, lambda: scored)
+
+    @torch.inference_mode()
+    def follow(self, plan: StepPlan, tokens_per_rank: SequenceOf[int]) -> None:
+        """Run the step that the first rank of the tensor-parallel group launches.
+
+        Args:
+            plan: From that rank; empty where the group has no tokens.
+            tokens_per_rank: Tokens whose home is each rank, in the step.
+        """
+        forward = forward_input(plan, tokens_per_rank, self.decoder.heads.num_query_heads_per_kv_head)
+        hidden = self.decoder.forward(forward, self.kv_cache.layers)
+        share_logits(self.decoder, hidden, plan.row_token_idx)

@@ -1,5 +1,8 @@
 """One rank's engine: requests in, lockstep steps, outputs out. No sockets, no text.
 
+Under tensor parallelism it is that of the group's first rank, which plans for all of them; the others are followers
+(engine/follower.py).
+
 Where the runner overlaps, a step is planned and launched while the one before is still running, assuming that nobody
 ends; tokens not known yet are read on the device. A sequence that did end leaves one row in the step under way, whose
 result is dropped and counted nowhere. What overlaps is a schedule: it changes no bit.
@@ -11,7 +14,11 @@ import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
+import torch
+
 from moe_runtime.comm.groups import RankGroup
+from moe_runtime.comm.tensor_parallel import TensorParallel
+from moe_runtime.engine.batch import plan_step, wanted_rows
 from moe_runtime.engine.block_manager import BlockManager
 from moe_runtime.engine.messages import RankStats, SequenceOutput
 from moe_runtime.engine.request import Request
@@ -33,6 +40,7 @@ class Engine:
         scheduler_config: Limits of a step.
         group: The expert-parallel group; every rank calls ``step`` equally often.
         eos_token_ids: Ids that end a sequence.
+        tensor_parallel: The ranks that run this one's steps with it; by default none.
     """
 
     def __init__(
@@ -42,7 +50,10 @@ class Engine:
         scheduler_config: SchedulerConfig,
         group: RankGroup,
         eos_token_ids: SequenceOf[int],
+        tensor_parallel: TensorParallel | None = None,
     ) -> None:
+        self.tensor_parallel = tensor_parallel or TensorParallel()
+        assert self.tensor_parallel.is_first, "the other ranks of a group have a Follower"
         self.runner = runner
         self.group = group
         self.eos_token_ids = frozenset(eos_token_ids)
@@ -83,16 +94,20 @@ class Engine:
         start = time.perf_counter()
         outputs = [] if self._may_overlap() else self._collect()
         chunks = self.scheduler.schedule()
+        plan = self._plan_for_followers(chunks)
         vector = StepVector(
             num_tokens=sum(chunk.num_tokens for chunk in chunks),
             num_mixed_tokens=sum(chunk.num_tokens for chunk in chunks if not chunk.is_decode),
+            num_plan_items=0 if plan is None else plan.shape[0],
             num_unfinished=self.scheduler.num_unfinished + num_pending,
             epoch=epoch,
             drain=int(drain),
         )
-        view = exchange_step(vector, self.group)
+        view = exchange_step(vector, self.group, self.tensor_parallel.size)
         if view.is_empty:
             return view, outputs + self._collect()
+        if plan is not None:
+            self.tensor_parallel.broadcast(plan, plan.shape[0])
         launched = self.runner.launch(chunks, view.tokens_per_rank, is_decode=view.is_decode)
         started = _StepUnderWay(launched, [_ChunkUnderWay.start(chunk) for chunk in chunks])
         outputs += self._collect()
@@ -117,6 +132,13 @@ class Engine:
             num_generation_tokens=self.num_generation_tokens,
             last_step_ms=self.last_step_ms,
         )
+
+    def _plan_for_followers(self, chunks: list[ScheduledChunk]) -> torch.Tensor | None:
+        """``[num_items]`` int64; None where nobody follows, or there is nothing to run."""
+        if self.tensor_parallel.size == 1 or not chunks:
+            return None
+        assert not self.runner.overlaps, "a plan holds token ids, which a step under way may not know yet"
+        return plan_step(chunks, wanted_rows(chunks)).pack()
 
     def _may_overlap(self) -> bool:
         """Whether the next step can be planned before the one under way is known.

@@ -9,6 +9,7 @@ import torch
 
 from moe_runtime.errors import CapacityError
 from moe_runtime.kernels.attention import BLOCK_SIZE
+from moe_runtime.models.head_shard import num_local_kv_heads
 from moe_runtime.models.model_config import ModelConfig
 from moe_runtime.models.registry import tensor_specs
 
@@ -25,26 +26,36 @@ NCCL_BYTES = 2**30
 
 
 class KVCache:
-    """Keys and values of every layer, ``[num_blocks, num_kv_heads, 64, head_dim]`` in the model dtype, zeroed."""
+    """Keys and values of every layer, ``[num_blocks, Hkv, 64, head_dim]`` in the model dtype, zeroed.
 
-    def __init__(self, config: ModelConfig, num_blocks: int, dtype: torch.dtype) -> None:
-        shape = (num_blocks, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
+    Args:
+        config: Model.
+        num_blocks: Blocks.
+        dtype: Model dtype.
+        tp: Ranks over which the model's key-value heads are spread; Hkv is what this one holds.
+    """
+
+    def __init__(self, config: ModelConfig, num_blocks: int, dtype: torch.dtype, tp: int = 1) -> None:
+        shape = (num_blocks, num_local_kv_heads(config, tp), BLOCK_SIZE, config.head_dim)
         self.layers = [
             (torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
             for _ in range(config.num_layers)
         ]
 
 
-def kv_block_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes of one block over all layers."""
-    return 2 * config.num_layers * config.num_kv_heads * BLOCK_SIZE * config.head_dim * dtype.itemsize
+def kv_block_bytes(config: ModelConfig, dtype: torch.dtype, tp: int = 1) -> int:
+    """Bytes of one block over all layers, on each of ``tp`` ranks."""
+    kv_heads = num_local_kv_heads(config, tp)
+    return 2 * config.num_layers * kv_heads * BLOCK_SIZE * config.head_dim * dtype.itemsize
 
 
-def default_num_blocks(config: ModelConfig, dtype: torch.dtype, max_num_seqs: int, max_model_len: int) -> int:
+def default_num_blocks(
+    config: ModelConfig, dtype: torch.dtype, max_num_seqs: int, max_model_len: int, tp: int = 1
+) -> int:
     """Blocks per rank where the user names none: all sequences at full length, or what 256 MiB hold if that is less,
     and never less than one sequence at full length."""
     per_sequence = -(-max_model_len // BLOCK_SIZE)
-    affordable = DEFAULT_CACHE_BYTES // kv_block_bytes(config, dtype)
+    affordable = DEFAULT_CACHE_BYTES // kv_block_bytes(config, dtype, tp)
     return max(per_sequence, min(max_num_seqs * per_sequence, affordable))
 
 

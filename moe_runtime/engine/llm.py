@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields, replace
 import msgspec
 
 from moe_runtime.comm.groups import RankGroup
+from moe_runtime.comm.tensor_parallel import open_tensor_parallel
 from moe_runtime.comm.transports import open_transport
 from moe_runtime.engine.backend import Deployment, plan_deployment, start_engine
 from moe_runtime.engine.config import EngineConfig
@@ -91,10 +92,16 @@ class LLM:
             logger.info("%s", plan.multiple_reduction)
         self.transport = open_transport(self.group, self.config.dispatcher, plan.device)
         self.group = self.transport.group
+        tensor_parallel = open_tensor_parallel(self.group, self.config.tp, self.config.dispatcher)
         # On a GPU, from what is free before the weights.
         deployment = plan_deployment(plan, self.config, self.group)
         self.model: LoadedModel = load_model(
-            plan, self.config, self.group, on_progress=on_progress, transport=self.transport.name
+            plan,
+            self.config,
+            self.group,
+            on_progress=on_progress,
+            transport=self.transport.name,
+            tensor_parallel=tensor_parallel,
         )
         try:
             self.tokenizer: Tokenizer | None = Tokenizer.from_dir(plan.model_dir)
@@ -115,7 +122,13 @@ class LLM:
         options = {f.name: getattr(config, f.name) for f in fields(config)}
         return cls(group=group, on_progress=on_progress, **options)
 
+    @property
+    def num_engines(self) -> int:
+        """Ranks that serve requests: the first of each group of ``tp``."""
+        return self.group.size // self.config.tp
+
     def _start_engine(self, deployment: Deployment) -> None:
+        self.deployment = deployment
         self.limits = deployment.limits
         self.engine = start_engine(self.model, deployment, self.config, self.group)
 
@@ -137,7 +150,7 @@ class LLM:
         """
         config = self.config
         if self.model.plan.device.type == "cuda":
-            kv_cache_blocks = kv_cache_blocks or self.engine.stats().num_kv_blocks
+            kv_cache_blocks = kv_cache_blocks or self.deployment.num_kv_blocks
         self.config = replace(
             config,
             max_num_seqs=max_num_seqs or config.max_num_seqs,
@@ -146,7 +159,7 @@ class LLM:
             enforce_eager=config.enforce_eager if enforce_eager is None else enforce_eager,
         )
         deployment = plan_deployment(self.model.plan, self.config, self.group)
-        before = Deployment(num_kv_blocks=self.engine.stats().num_kv_blocks, limits=self.limits)
+        before = self.deployment
         del self.engine  # its cache makes room for the next one's
         gc.collect()  # a runner and its graphs refer to each other
         try:
@@ -185,7 +198,7 @@ class LLM:
             prompts: Texts or token ids.
             params: For all prompts, or one per prompt, taken exactly as given; by default
                 ``default_sampling_params()``.
-            ranks: Rank that serves each prompt; by default they take turns.
+            ranks: Group of ``tp`` ranks that serves each prompt, by default a rank; by default they take turns.
             arrival_steps: Step at which each prompt arrives; by default all at the first.
             on_finished: Told the number of this rank's prompts that have finished.
 
@@ -208,10 +221,12 @@ class LLM:
             )
             for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))
         ]
-        owner = list(ranks) if ranks is not None else [i % self.group.size for i in range(len(prompts))]
+        owner = list(ranks) if ranks is not None else list(range(len(prompts)))
         arrival = list(arrival_steps) if arrival_steps is not None else [0] * len(prompts)
         mine = sorted(
-            (arrival[i], i) for i in range(len(prompts)) if owner[i] % self.group.size == self.group.rank
+            (arrival[i], i)
+            for i in range(len(prompts))
+            if owner[i] % self.num_engines * self.config.tp == self.group.rank
         )
         try:
             finished = self._run([(step, requests[i]) for step, i in mine], on_finished)

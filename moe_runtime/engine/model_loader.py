@@ -7,7 +7,7 @@ import importlib.util
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ from moe_runtime.comm.collective import CollectiveDispatcher
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.loopback import LoopbackDispatcher
 from moe_runtime.comm.multiple_reduction import MultipleReduction, resolve_multiple_reduction
+from moe_runtime.comm.tensor_parallel import TensorParallel, check_tp
 from moe_runtime.comm.transports import TransportName
 from moe_runtime.engine.config import EngineConfig
 from moe_runtime.engine.expert_weights import is_local, make_moe
@@ -26,8 +27,10 @@ from moe_runtime.errors import InvarianceError
 from moe_runtime.kernels.audit import AuditReport, audit_shapes
 from moe_runtime.kernels.golden_digests import cpu_key
 from moe_runtime.layers.decoder import Decoder
+from moe_runtime.layers.row_parallel import Level, row_parallel_shape, shard_width
 from moe_runtime.models.checkpoint import Checkpoint
 from moe_runtime.models.dummy_checkpoint import DummyCheckpoint
+from moe_runtime.models.head_shard import head_shard
 from moe_runtime.models.model_config import Dtype, ModelConfig, TensorSpec
 from moe_runtime.models.registry import load_model_config, tensor_specs
 from moe_runtime.models.resolve import resolve_model
@@ -65,7 +68,7 @@ class ModelPlan:
         placement: Where the experts of every layer are, by EP rank; virtual ranks where the dispatcher is loopback.
         multiple_reduction: Whether ranks pre-sum the slots that they hold, and why.
         fingerprint: Digest of checkpoint, dtype, numerics version, device architecture and, where ranks pre-sum, of
-            the experts of each rank: equal fingerprints mean equal bits.
+            the experts of each rank, at level ``batch`` of tp above 1, too: equal fingerprints mean equal bits.
     """
 
     model_dir: Path
@@ -91,11 +94,13 @@ class LoadedModel:
         plan: What was known before.
         decoder: Runs it.
         audit: What the start-up self-check found.
+        tensor_parallel: The ranks that run it together.
     """
 
     plan: ModelPlan
     decoder: Decoder | CudaDecoder
     audit: AuditReport
+    tensor_parallel: TensorParallel = field(default_factory=TensorParallel)
 
 
 def plan_model(
@@ -123,7 +128,12 @@ def plan_model(
             f"({config.max_position_embeddings})"
         )
     dtype = config.dtype if engine_config.dtype == "auto" else engine_config.dtype
+    tp = engine_config.tp
     device = _device(engine_config, group)
+    check_tp(tp, 1 if group is None else group.size)
+    head_shard(config, tp, 0)
+    if config.vocab_size < tp:
+        raise ValueError(f"vocab_size ({config.vocab_size}) must be at least tp ({tp})")
     if device.type == "cuda":
         _check_gpu_model(config)
     ep_size = 1 if group is None else group.size
@@ -145,6 +155,8 @@ def plan_model(
     if multiple_reduction.enabled:
         # The order of a rank's experts changes no bit: slots ascend.
         identity += f" {[sorted(placement.local_logical_experts(rank)) for rank in range(ep_size)]}"
+    if tp > 1 and engine_config.invariance == "batch":
+        identity += f" batch tp={tp}"
     return ModelPlan(
         model_dir=model_dir,
         config=config,
@@ -164,6 +176,7 @@ def load_model(
     *,
     on_progress: Callable[[int, int], None] | None = None,
     transport: TransportName = "collective",
+    tensor_parallel: TensorParallel | None = None,
 ) -> LoadedModel:
     """Read this rank's weights, pack them, and prove on this machine that their shapes are position invariant.
 
@@ -175,6 +188,7 @@ def load_model(
         group: The expert-parallel group, that of the plan; ranks need not be in step here.
         on_progress: Told (tensor elements done, in total).
         transport: What moves rows between GPUs.
+        tensor_parallel: From ``open_tensor_parallel`` for the settings' ``tp``.
 
     Raises:
         CheckpointError: a tensor is missing, unexpected, mis-shaped, unindexed or truncated.
@@ -185,6 +199,8 @@ def load_model(
         return load_on_gpu(plan, engine_config, group, on_progress, transport=transport)
     torch.set_num_threads(1)  # part of the CPU's schedule, in a caller's own program too
     config, dtype = plan.config, plan.torch_dtype
+    tp = tensor_parallel or TensorParallel()
+    assert tp.size == engine_config.tp, f"a group of {tp.size} ranks, tp ({engine_config.tp})"
     placement, presums = plan.placement, plan.multiple_reduction.enabled
     dispatcher: Dispatcher
     if engine_config.dispatcher == "loopback":
@@ -212,20 +228,24 @@ def load_model(
             ),
             dtype,
             plan.max_model_len,
+            tp,
+            engine_config.invariance,
         )
         source.close(expected=wanted)
-    audit = audit_cpu(config)
+    audit = audit_cpu(config, tp.size, engine_config.invariance)
     if audit.failures:
         raise InvarianceError(
             "the start-up self-check failed on this machine, so requests could change each other's bits: "
             + "; ".join(audit.failures)
         )
-    return LoadedModel(plan=plan, decoder=decoder, audit=audit)
+    return LoadedModel(plan=plan, decoder=decoder, audit=audit, tensor_parallel=tp)
 
 
-def audit_cpu(config: ModelConfig) -> AuditReport:
-    """The start-up self-check of a model's shapes on this CPU."""
-    return audit_shapes(_gemm_shapes(config), config.head_dim, config.hidden_size, config.vocab_size)
+def audit_cpu(config: ModelConfig, tp: int = 1, level: Level = "topology") -> AuditReport:
+    """The start-up self-check on this CPU of the shapes that a rank runs."""
+    return audit_shapes(
+        _gemm_shapes(config, tp, level), config.head_dim, config.hidden_size, config.vocab_size
+    )
 
 
 def load_on_gpu(
@@ -323,6 +343,8 @@ def _device(engine_config: EngineConfig, group: RankGroup | None) -> torch.devic
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ValueError("device (cuda) must be cpu here: torch sees no GPU")
+    if engine_config.tp > 1:
+        raise ValueError(f"tp ({engine_config.tp}) is not implemented on the GPU yet; set device to cpu")
     if num_ranks == 1:
         return torch.device("cuda")
     local_rank, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
@@ -352,14 +374,14 @@ def _architecture(device: torch.device) -> str:
     return f"cuda-sm{major}{minor}"
 
 
-def _gemm_shapes(config: ModelConfig) -> list[tuple[int, int, str]]:
-    """(K, N, role) of every GEMM that the model runs."""
-    heads, kv_heads = config.num_attention_heads, config.num_kv_heads
+def _gemm_shapes(config: ModelConfig, tp: int, level: Level) -> list[tuple[int, int, str]]:
+    """(K, N, role) of every GEMM that a rank runs."""
+    heads = head_shard(config, tp, 0)
     hidden, head_dim = config.hidden_size, config.head_dim
     shapes = [
-        (hidden, (heads + 2 * kv_heads) * head_dim, "column"),
-        (heads * head_dim, hidden, "row"),
-        (hidden, config.vocab_size, "lm_head"),
+        (hidden, (heads.num_query_heads + 2 * heads.num_kv_heads) * head_dim, "column"),
+        row_parallel_shape(config.num_attention_heads * head_dim, hidden, tp, level),
+        (hidden, -(-config.vocab_size // tp), "lm_head"),
     ]
     if config.moe_layer_ids:
         shapes += [
@@ -369,7 +391,7 @@ def _gemm_shapes(config: ModelConfig) -> list[tuple[int, int, str]]:
         ]
     if len(config.moe_layer_ids) < config.num_layers:
         shapes += [
-            (hidden, 2 * config.intermediate_size, "column"),
-            (config.intermediate_size, hidden, "row"),
+            (hidden, 2 * shard_width(config.intermediate_size, tp), "column"),
+            row_parallel_shape(config.intermediate_size, hidden, tp, level),
         ]
     return shapes

@@ -45,6 +45,6 @@ class Runner(ABC):
 
         Args:
             chunks: From the scheduler; their sequences are as before the step.
-            tokens_per_rank: Tokens of every rank in the step.
+            tokens_per_rank: Tokens whose home is each rank, in the step.
             is_decode: ``StepView.is_decode``; the same on every rank.
         """

@@ -6,6 +6,7 @@ any mask. Rows go through the head in slices so that logits never need much memo
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ from moe_runtime.kernels.schedules import Control, active_control
 from moe_runtime.kernels.softmax import log_softmax, top_logprobs
 from moe_runtime.layers.decoder import Decoder
 
-__all__ = ["ScoredRow", "num_logprobs", "row_sampling", "score_rows"]
+__all__ = ["ScoredRow", "num_logprobs", "row_sampling", "score_rows", "share_logits"]
 
 ROWS_PER_SLICE = 128
 
@@ -40,12 +41,25 @@ def score_rows(decoder: Decoder, hidden: torch.Tensor, rows: SequenceOf[LogitsRo
         rows: Rows wanted.
     """
     scored: list[ScoredRow] = []
-    for first in range(0, len(rows), ROWS_PER_SLICE):
-        part = rows[first : first + ROWS_PER_SLICE]
-        logits = decoder.logits(hidden[torch.tensor([row.token_idx for row in part])])
+    slices = _logits_slices(decoder, hidden, [row.token_idx for row in rows])
+    for i, logits in enumerate(slices):
+        part = rows[i * ROWS_PER_SLICE : (i + 1) * ROWS_PER_SLICE]
         token_ids = _choose(logits, part)
         scored.extend(_with_logprobs(logits, part, token_ids))
     return scored
+
+
+def share_logits(decoder: Decoder, hidden: torch.Tensor, row_token_idx: SequenceOf[int]) -> None:
+    """Give the group's first rank, which calls ``score_rows`` for the same rows, this rank's share of their logits."""
+    for _ in _logits_slices(decoder, hidden, row_token_idx):
+        pass
+
+
+def _logits_slices(
+    decoder: Decoder, hidden: torch.Tensor, row_token_idx: SequenceOf[int]
+) -> Iterator[torch.Tensor]:
+    for first in range(0, len(row_token_idx), ROWS_PER_SLICE):
+        yield decoder.logits(hidden[torch.tensor(row_token_idx[first : first + ROWS_PER_SLICE])])
 
 
 def _choose(logits: torch.Tensor, rows: SequenceOf[LogitsRow]) -> list[int]:

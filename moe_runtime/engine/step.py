@@ -9,7 +9,7 @@ later epoch and wakes everyone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -20,11 +20,12 @@ __all__ = ["StepVector", "StepView", "exchange_step"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepVector:
-    """What a rank says about the step to come.
+    """What a rank says about the step to come; the ranks of a tensor-parallel group speak through their first one.
 
     Attributes:
-        num_tokens: Tokens it will run.
+        num_tokens: Tokens it will run, with the other ranks of its group.
         num_mixed_tokens: Those of them that a decode step cannot run (``ScheduledChunk.is_decode``).
+        num_plan_items: Length of the plan that it will send to the other ranks of its tensor-parallel group.
         num_unfinished: Sequences waiting or running, before the step.
         epoch: Latest message epoch it has seen.
         drain: 1 when it has been told to leave once nothing is left.
@@ -32,6 +33,7 @@ class StepVector:
 
     num_tokens: int = 0
     num_mixed_tokens: int = 0
+    num_plan_items: int = 0
     num_unfinished: int = 0
     epoch: int = 0
     drain: int = 0
@@ -39,14 +41,21 @@ class StepVector:
 
 @dataclass(frozen=True, slots=True)
 class StepView:
-    """All ranks' vectors, in rank order; the same on every rank."""
+    """All ranks' vectors, in rank order; the same on every rank.
+
+    Attributes:
+        vectors: Of every rank.
+        tp: Ranks of a tensor-parallel group.
+    """
 
     vectors: tuple[StepVector, ...]
+    tp: int = 1
 
     @property
     def tokens_per_rank(self) -> tuple[int, ...]:
-        """Tokens of every rank."""
-        return tuple(v.num_tokens for v in self.vectors)
+        """Tokens whose home is each rank: token i of a group's step is at home on the group's rank i mod tp."""
+        totals = [self.vectors[first].num_tokens for first in range(0, len(self.vectors), self.tp)]
+        return tuple(len(range(rank, total, self.tp)) for total in totals for rank in range(self.tp))
 
     @property
     def is_decode(self) -> bool:
@@ -56,7 +65,7 @@ class StepView:
     @property
     def is_empty(self) -> bool:
         """No rank has a token to run."""
-        return not any(self.tokens_per_rank)
+        return not any(v.num_tokens for v in self.vectors)
 
     @property
     def may_sleep(self) -> bool:
@@ -69,15 +78,14 @@ class StepView:
         return all(v.drain for v in self.vectors) and self.may_sleep
 
 
-def exchange_step(vector: StepVector, group: RankGroup) -> StepView:
-    """Share the step vector; a collective of all ranks."""
-    mine = torch.tensor(
-        [vector.num_tokens, vector.num_mixed_tokens, vector.num_unfinished, vector.epoch, vector.drain]
-    )
-    rows = group.all_gather(mine).tolist()
-    return StepView(
-        tuple(
-            StepVector(num_tokens=a, num_mixed_tokens=b, num_unfinished=c, epoch=d, drain=e)
-            for a, b, c, d, e in rows
-        )
-    )
+def exchange_step(vector: StepVector, group: RankGroup, tp: int = 1) -> StepView:
+    """Share the step vector; a collective of all ranks.
+
+    Args:
+        vector: This rank's.
+        group: All ranks.
+        tp: Ranks of a tensor-parallel group.
+    """
+    names = [field.name for field in fields(StepVector)]
+    rows = group.all_gather(torch.tensor([getattr(vector, name) for name in names])).tolist()
+    return StepView(tuple(StepVector(**dict(zip(names, row, strict=True))) for row in rows), tp)

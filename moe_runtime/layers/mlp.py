@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from moe_runtime.comm.base import SummingDispatcher
+from moe_runtime.comm.tensor_parallel import TensorParallel
 from moe_runtime.kernels.activation import swiglu
 from moe_runtime.kernels.gemm import PARTS, linear, pack_weight
 from moe_runtime.kernels.grouped_gemm import PackedExpert, expert_rows
 from moe_runtime.kernels.router import route, router_logits
+from moe_runtime.layers.row_parallel import Level, RowParallel, shard_width
 
 __all__ = ["DenseMLP", "MoE", "pack_expert"]
 
@@ -23,16 +25,33 @@ def pack_expert(gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> Pac
 
 
 class DenseMLP:
-    """``down(silu(gate(x)) * up(x))`` over the rank's own tokens."""
+    """``down(silu(gate(x)) * up(x))`` over the tokens of a tensor-parallel group, by default of one rank.
 
-    def __init__(self, read: Callable[[str], torch.Tensor], dtype: torch.dtype) -> None:
-        self.gate_up = pack_weight(torch.cat([read("gate_proj"), read("up_proj")]), PARTS["column"])
-        self.down = pack_weight(read("down_proj"), PARTS["row"])
+    Each rank holds its share of the intermediate features; those that pad the last share are zero, and stay zero.
+
+    Args:
+        read: Gives the layer's tensor of a role.
+        dtype: Model dtype.
+        tensor_parallel: The group; all its ranks call the layer with the same tokens.
+        level: Invariance level.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[str], torch.Tensor],
+        dtype: torch.dtype,
+        tensor_parallel: TensorParallel | None = None,
+        level: Level = "topology",
+    ) -> None:
+        tp = tensor_parallel or TensorParallel()
+        shares = [_share(read(role), tp) for role in ("gate_proj", "up_proj")]
+        self.gate_up = pack_weight(torch.cat(shares), PARTS["column"])
+        self.down = RowParallel(read("down_proj"), dtype, tp, level)
         self.dtype = dtype
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``[T, hidden]`` to ``[T, hidden]`` in the model dtype."""
-        return linear(swiglu(linear(x, self.gate_up, self.dtype)), self.down, self.dtype)
+        return self.down(swiglu(linear(x, self.gate_up, self.dtype)))
 
 
 class MoE:
@@ -84,3 +103,10 @@ class MoE:
             self.experts,
         )
         return self.dispatcher.combine_sum(rows, received), topk_idx
+
+
+def _share(weight: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
+    """The rank's rows of ``[N, K]``, padded with zeros to the width of a share."""
+    width = shard_width(weight.shape[0], tp.size)
+    share = weight[tp.rank * width : (tp.rank + 1) * width]
+    return torch.nn.functional.pad(share, (0, 0, 0, width - share.shape[0]))

@@ -9,10 +9,24 @@ from math import prod
 from moe_runtime.engine.expert_weights import is_local
 from moe_runtime.eplb.placement import ExpertPlacement
 from moe_runtime.errors import CapacityError
-from moe_runtime.models.model_config import ModelConfig
+from moe_runtime.models.head_shard import num_local_kv_heads
+from moe_runtime.models.model_config import ModelConfig, TensorSpec
 from moe_runtime.models.registry import tensor_specs
 
 __all__ = ["RankMemory", "check_fit", "rank_memory"]
+
+_KV_HEAD_ROLES = ("k_proj", "v_proj", "k_bias", "v_bias")
+_SPREAD_DIM = {
+    "embed": 0,
+    "lm_head": 0,
+    "q_proj": 0,
+    "q_bias": 0,
+    "o_proj": 1,
+    "gate_proj": 0,
+    "up_proj": 0,
+    "down_proj": 1,
+}
+"""By role, the dimension over which the ranks of a tensor-parallel group share a tensor that belongs to no expert."""
 
 PACKED_ITEM_BYTES = 4  # the CPU path packs weights as fp32, whatever the checkpoint's dtype
 
@@ -36,7 +50,12 @@ class RankMemory:
 
 
 def rank_memory(
-    config: ModelConfig, placement: ExpertPlacement, rank: int, num_kv_blocks: int, kv_block_bytes: int
+    config: ModelConfig,
+    placement: ExpertPlacement,
+    rank: int,
+    num_kv_blocks: int,
+    kv_block_bytes: int,
+    tp: int = 1,
 ) -> RankMemory:
     """What one rank will hold.
 
@@ -46,9 +65,25 @@ def rank_memory(
         rank: Which rank.
         num_kv_blocks: Blocks of its cache.
         kv_block_bytes: Bytes of a block over all layers.
+        tp: Ranks over which the weights of attention, dense layers, embedding and head are spread.
     """
-    num_elements = sum(prod(spec.shape) for spec in tensor_specs(config) if is_local(spec, placement, rank))
+    num_elements = sum(
+        _local_elements(spec, config, tp) for spec in tensor_specs(config) if is_local(spec, placement, rank)
+    )
     return RankMemory(weight_bytes=num_elements * PACKED_ITEM_BYTES, kv_bytes=num_kv_blocks * kv_block_bytes)
+
+
+def _local_elements(spec: TensorSpec, config: ModelConfig, tp: int) -> int:
+    """Elements of a tensor that the rank with the widest share keeps."""
+    num_elements = prod(spec.shape)
+    if spec.logical_expert_id is not None:
+        return num_elements
+    if spec.role in _KV_HEAD_ROLES:
+        return num_elements // config.num_kv_heads * num_local_kv_heads(config, tp)
+    if spec.role in _SPREAD_DIM:
+        spread = spec.shape[_SPREAD_DIM[spec.role]]
+        return num_elements // spread * -(-spread // tp)
+    return num_elements
 
 
 def check_fit(ranks: Iterable[RankMemory], available_bytes: int) -> int:

@@ -135,7 +135,7 @@ class EngineClient:
                 return unavailable("the server is shutting down", code="draining")
 
     def submit(self, request: Request, mailbox: Mailbox, request_idx: int) -> None:
-        """Start ``request`` on the least loaded rank; its outputs go to ``mailbox`` under ``request_idx``.
+        """Start ``request`` on the least loaded group of ranks; its outputs go to ``mailbox`` under ``request_idx``.
 
         Raises:
             ApiError: no request can be taken now.
@@ -143,7 +143,8 @@ class EngineClient:
         error = self.unavailable_error()
         if error is not None:
             raise error
-        rank = min(self.ranks, key=lambda r: (self.ranks[r].num_sequences, self.ranks[r].num_tokens, r))
+        first_ranks = range(0, self._config.world_size, self._config.tp)
+        rank = min(first_ranks, key=lambda r: (self.ranks[r].num_sequences, self.ranks[r].num_tokens, r))
         choices = set(range(request.params.n))
         entry = _OpenRequest(
             request=request, rank=rank, mailbox=mailbox, request_idx=request_idx, open_choices=choices

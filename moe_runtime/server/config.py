@@ -23,6 +23,7 @@ class ServerConfig:
         model_dir: Folder with ``tokenizer.json``, chat template and generation config.
         limits: What the loaded model and the deployment allow.
         world_size: Number of ranks that will connect.
+        tp: Ranks of a group that serves a request together; its first one takes requests and sends outputs.
         seed: Seeds the seeds given to requests that bring none, in order of arrival; None makes them random.
         api_key: Bearer key that clients must send; None asks for none.
         info: Shown by ``/server_info``; its ``system_fingerprint`` goes into responses.
@@ -39,6 +40,7 @@ class ServerConfig:
     model_dir: str
     limits: RequestLimits
     world_size: int
+    tp: int = 1
     seed: int | None = None
     api_key: str | None = field(default=None, repr=False)
     info: dict[str, Any] = field(default_factory=dict)
@@ -55,6 +57,10 @@ class ServerConfig:
             raise ValueError("served_model_name must not be empty")
         if self.world_size < 1:
             raise ValueError(f"world_size ({self.world_size}) must be at least 1")
+        if self.tp < 1:
+            raise ValueError(f"tp ({self.tp}) must be at least 1")
+        if self.world_size % self.tp:
+            raise ValueError(f"world_size ({self.world_size}) must be divisible by tp ({self.tp})")
         if self.api_key is not None and not self.api_key:
             raise ValueError("api_key must not be empty; leave it out to ask for none")
         if self.heartbeat_timeout_s <= 0:

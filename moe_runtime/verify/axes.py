@@ -48,9 +48,9 @@ class AxisSetup:
         source: Makes further prompts and random choices.
         cases: The reference batch.
         reference: Its outputs by name.
-        world_size: Ranks.
+        num_engines: Groups of ``tp`` ranks, each with batches of its own.
         block_size: Tokens of a KV block.
-        max_num_seqs: Most sequences that a rank runs at once.
+        max_num_seqs: Most sequences that one of them runs at once.
         enforce_eager: Whether the engine started without graphs; None on a device that has none.
         full: Every case, every output token, more batches.
     """
@@ -58,7 +58,7 @@ class AxisSetup:
     source: PromptSource
     cases: Sequence[Case]
     reference: Mapping[str, Output]
-    world_size: int
+    num_engines: int
     block_size: int
     max_num_seqs: int = 64
     enforce_eager: bool | None = None
@@ -100,7 +100,7 @@ def _shuffled(setup: AxisSetup) -> list[Run]:
 
 def _alone(setup: AxisSetup) -> list[Run]:
     return [
-        Run(name=f"alone on rank {i % setup.world_size}", cases=[case], ranks=[i % setup.world_size])
+        Run(name=f"alone on engine {i % setup.num_engines}", cases=[case], ranks=[i % setup.num_engines])
         for i, case in enumerate(setup.some_cases(NUM_ALONE))
     ]
 
@@ -109,9 +109,9 @@ def _arrival(setup: AxisSetup) -> list[Run]:
     cases = setup.source.shuffle("arrival", setup.some_cases())
     return [
         Run(
-            name="random arrival on random ranks",
+            name="random arrival on random engines",
             cases=cases,
-            ranks=setup.source.integers("ranks", len(cases), setup.world_size),
+            ranks=setup.source.integers("ranks", len(cases), setup.num_engines),
             arrival_steps=setup.source.integers("arrival", len(cases), NUM_ARRIVAL_STEPS),
         )
     ]
@@ -147,7 +147,7 @@ def _preempt(setup: AxisSetup) -> list[Run]:
     growing_first = sorted(setup.cases, key=lambda case: end_blocks(case) == start_blocks(case))
     cases = growing_first if setup.full else growing_first[: max(NUM_ALONE, len(setup.cases) // 4)]
     cases.sort(key=lambda case: -len(case.prompt_ids))
-    num_ranks = max(1, min(setup.world_size, len(cases) // 8))
+    num_ranks = max(1, min(setup.num_engines, len(cases) // 8))
     ranks = [i % num_ranks for i in range(len(cases))]
     filled = min(sum(map(start_blocks, cases[rank::num_ranks])) for rank in range(num_ranks))
     kv_cache_blocks = max(filled, *map(end_blocks, cases))

@@ -71,7 +71,7 @@ def check(llm: LLM, config: CheckConfig, progress: ProgressFactory) -> CheckRepo
             source=source,
             cases=cases,
             reference=reference,
-            world_size=llm.group.size,
+            num_engines=llm.num_engines,
             block_size=BLOCK_SIZE,
             max_num_seqs=llm.config.max_num_seqs,
             enforce_eager=llm.config.enforce_eager if llm.model.plan.device.type == "cuda" else None,
@@ -153,7 +153,7 @@ def _run_all(runner: Runner, what: str, runs: Sequence[Run], progress: ProgressF
 
             def on_finished(num_mine: int, before: int = done, most: int = num_cases) -> None:
                 # The other ranks' share is guessed until the run ends.
-                on_progress(before + min(most, num_mine * runner.llm.group.size), total)
+                on_progress(before + min(most, num_mine * runner.llm.num_engines), total)
 
             results.append(runner.run(run, on_finished=on_finished))
             done += num_cases
@@ -168,6 +168,7 @@ def _facts(llm: LLM, config: CheckConfig) -> dict[str, str | int]:
         "dtype": llm.model.plan.dtype,
         "context": llm.limits.max_total_tokens,
         "ranks": llm.group.size,
+        "tp": llm.config.tp,
         "invariance": llm.config.invariance,
         "multiple reduction": "on" if llm.model.plan.multiple_reduction.enabled else "off",
         "prompts": config.num_prompts,

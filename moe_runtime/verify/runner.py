@@ -23,7 +23,7 @@ class Run:
     Attributes:
         name: Told with a difference.
         cases: Requests in the order in which they are handed in.
-        ranks: Rank that serves each; by default they take turns.
+        ranks: Group of ``tp`` ranks that serves each; by default they take turns.
         arrival_steps: Step at which each arrives; by default all at the first.
         max_num_seqs, max_num_batched_tokens, kv_cache_blocks: Limits; by default those the engine started with.
         enforce_eager: Launch kernels one by one; by default as the engine started.
@@ -67,7 +67,7 @@ class Runner:
         self._start_limits = (
             llm.config.max_num_seqs,
             llm.config.max_num_batched_tokens,
-            llm.engine.stats().num_kv_blocks,
+            llm.deployment.num_kv_blocks,
             llm.config.enforce_eager,
         )
         self._limits = self._start_limits

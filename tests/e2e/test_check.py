@@ -51,6 +51,25 @@ def test_two_ranks_print_one_table_and_the_digest_of_one_rank(model: str, tmp_pa
     assert done.stdout.count("passed: all outputs are equal") == 1
 
 
+def test_groups_of_two_print_the_digest_of_one_rank(model: str, tmp_path: Path) -> None:
+    alone, together = tmp_path / "1.json", tmp_path / "4.json"
+    assert main(["--model", model, *FLAGS, "--axes", "again", "--json", str(alone)]) == 0
+    digest = json.loads(alone.read_text())["digest"]
+    flags = ["--tp", "2", "--axes", "arrival", "chunks", "--json", str(together), "--expect-digest", digest]
+    done = torchrun(4, "--model", model, *FLAGS, *flags)
+    assert done.returncode == 0, done.stderr
+    content = json.loads(together.read_text())
+    assert content["digest"] == digest
+    assert (content["facts"]["ranks"], content["facts"]["tp"]) == (4, 2)
+    assert done.stdout.count("passed: all outputs are equal") == 1
+
+
+def test_a_number_of_ranks_that_groups_do_not_divide_is_refused(model: str) -> None:
+    done = torchrun(2, "--model", model, *FLAGS, "--tp", "4")
+    assert done.returncode != 0
+    assert "error: world_size (2) must be divisible by tp (4)" in done.stderr
+
+
 def test_all_ranks_leave_with_code_4(model: str) -> None:
     done = torchrun(2, "--model", model, *FLAGS, "--axes", "alone", "--control", "free-gemm")
     assert done.returncode != 0

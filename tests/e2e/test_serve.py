@@ -113,6 +113,10 @@ def test_a_client_that_leaves_frees_its_request(server: RunningServer) -> None:
     body = {"model": "builtin", "prompt": "x", "max_tokens": 900, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
         next(response.iter_lines())
+    _wait_until_idle(server)
+
+
+def _wait_until_idle(server: RunningServer) -> None:
     for _ in range(100):
         stats = [rank["stats"] for rank in server.info()["ranks"]]
         if all(s["num_running"] == s["num_waiting"] == 0 for s in stats):
@@ -127,6 +131,41 @@ def test_idle_ranks_do_not_step(server: RunningServer) -> None:
     before = [rank["stats"]["num_steps"] for rank in server.info()["ranks"]]
     time.sleep(1.5)
     assert [rank["stats"]["num_steps"] for rank in server.info()["ranks"]] == before
+
+
+def test_groups_of_two_serve_the_same_bits_free_what_is_left_and_drain(server: RunningServer) -> None:
+    expected = _answer(server.complete(**BODY))
+    with running_server(4, "--tp", "2") as grouped, concurrent.futures.ThreadPoolExecutor(8) as pool:
+        answers = [pool.submit(grouped.complete, **BODY) for _ in range(8)]
+        assert {_answer(answer.result()) for answer in answers} == {expected}
+        info = grouped.info()
+        assert (info["tp"], info["ep_size"], info["world_size"]) == (2, 4, 4)
+        assert info["system_fingerprint"] == server.info()["system_fingerprint"]
+        assert [rank["info"]["tp_rank"] for rank in info["ranks"]] == [0, 1, 0, 1]
+        served = [rank["stats"]["num_generation_tokens"] for rank in info["ranks"]]
+        assert served == [4 * 24, 0, 4 * 24, 0]
+        body = {"model": "builtin", "prompt": "x", "max_tokens": 900, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{grouped.url}/v1/completions", json=body, timeout=60) as response:
+            next(response.iter_lines())
+        _wait_until_idle(grouped)
+        time.sleep(1.5)
+        before = [rank["stats"]["num_steps"] for rank in grouped.info()["ranks"]]
+        time.sleep(2.5)
+        after = grouped.info()["ranks"]
+        assert [rank["stats"]["num_steps"] for rank in after] == before, "idle ranks do not step"
+        assert all(rank["last_seen_s"] < 2 for rank in after), "followers send heartbeats too"
+        running = pool.submit(grouped.complete, prompt="x", max_tokens=100, ignore_eos=True)
+        while not any(rank["stats"]["num_running"] for rank in grouped.info()["ranks"]):
+            time.sleep(0.05)
+        grouped.signal_rank(0, signal.SIGTERM)
+        assert running.result()["usage"]["completion_tokens"] == 100
+        assert grouped.wait_exit() == 0
+
+
+def test_a_killed_follower_ends_the_gang() -> None:
+    with running_server(2, "--tp", "2") as server:
+        server.signal_rank(1, signal.SIGKILL)
+        assert server.wait_exit(30) != 0
 
 
 def test_sigterm_to_rank_0_drains_and_all_exit_0() -> None:

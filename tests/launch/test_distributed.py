@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import pytest
 
 from moe_runtime.comm.groups import RankGroup
+from moe_runtime.comm.tensor_parallel import TensorParallel
+from moe_runtime.launch import distributed
 from moe_runtime.launch.distributed import close_ranks, init_ranks
 
 
@@ -18,6 +22,25 @@ def test_without_torchrun_there_is_one_rank() -> None:
     group = init_ranks()
     assert group == RankGroup(rank=0, size=1)
     close_ranks(group)
+
+
+class _Links:
+    """Links that only tell that they have ended."""
+
+    has_ended = False
+
+    def close(self) -> None:
+        self.has_ended = True
+
+
+def test_leaving_ends_the_links_of_both_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(distributed.dist, "barrier", lambda: calls.append("barrier"))
+    monkeypatch.setattr(distributed.dist, "destroy_process_group", lambda: calls.append("destroy"))
+    world, own = _Links(), _Links()
+    group = RankGroup(rank=0, size=4, links=cast(Any, world))
+    close_ranks(group, TensorParallel(group=RankGroup(rank=0, size=2, links=cast(Any, own))))
+    assert (world.has_ended, own.has_ended, calls) == (True, True, ["barrier", "destroy"])
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from moe_runtime.engine.config import EngineConfig
 
 
 @pytest.mark.parametrize(
-    "name", ["max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_blocks"]
+    "name", ["max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_blocks", "tp"]
 )
 @pytest.mark.parametrize("value", [0, -1])
 def test_limits_below_one_are_refused_by_name(name, value):

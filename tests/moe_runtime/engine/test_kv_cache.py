@@ -24,6 +24,14 @@ def test_block_bytes_are_what_the_tensors_take(config, dtype):
     assert sum(t.nbytes for t in tensors) == 3 * kv_block_bytes(config, dtype)
 
 
+@pytest.mark.parametrize(("tp", "num_kv_heads"), [(1, 2), (2, 1), (4, 1)])
+def test_heads_are_spread_over_ranks_and_held_twice_where_they_are_too_few(config, tp, num_kv_heads):
+    cache = KVCache(config, 3, torch.float32, tp)
+    tensors = [tensor for layer in cache.layers for tensor in layer]
+    assert {tuple(t.shape) for t in tensors} == {(3, num_kv_heads, 64, 16)}
+    assert sum(t.nbytes for t in tensors) == 3 * kv_block_bytes(config, torch.float32, tp)
+
+
 def test_the_default_holds_all_sequences_but_no_more_than_the_budget_and_one_at_least(config):
     affordable = DEFAULT_CACHE_BYTES // kv_block_bytes(config, torch.float32)
     assert default_num_blocks(config, torch.float32, 4, 500) == 4 * 8

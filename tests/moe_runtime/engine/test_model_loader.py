@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from moe_runtime.comm.groups import RankGroup
+from moe_runtime.comm.tensor_parallel import TensorParallel
 from moe_runtime.engine import model_loader
 from moe_runtime.engine.config import EngineConfig
 from moe_runtime.engine.model_loader import LoadedModel, load_model, plan_model
@@ -85,6 +86,81 @@ def test_the_fingerprint_names_weights_and_dtype_and_nothing_else(folder, tmp_pa
     assert fingerprint(write_checkpoint(tmp_path / "other", config, seed=1)) != own
     config["rms_norm_eps"] = 1e-5
     assert fingerprint(write_checkpoint(tmp_path / "eps", config)) != own
+
+
+def test_the_fingerprint_names_the_group_where_its_size_may_change_bits(folder):
+    def of(tp: int, invariance: str) -> str:
+        config = EngineConfig(model=str(folder), tp=tp, invariance=invariance)
+        return plan_model(config, RankGroup(rank=0, size=4)).fingerprint
+
+    own = fingerprint(folder)
+    assert {of(tp, "topology") for tp in (1, 2, 4)} == {own}
+    assert len({own, of(1, "batch"), of(2, "batch"), of(4, "batch")}) == 4
+
+
+@pytest.mark.parametrize(
+    ("tp", "size", "message"),
+    [
+        (2, 1, r"world_size \(1\) must be divisible by tp \(2\)"),
+        (2, 3, r"world_size \(3\) must be divisible by tp \(2\)"),
+        (8, 8, r"num_attention_heads \(4\) must be divisible by tp \(8\)"),
+    ],
+)
+def test_a_group_that_cannot_be_is_refused_before_weights_are_read(folder, tp, size, message):
+    with pytest.raises(ValueError, match=message):
+        plan_model(EngineConfig(model=str(folder), tp=tp), RankGroup(rank=0, size=size))
+
+
+def test_a_vocabulary_with_fewer_ids_than_ranks_is_refused(tmp_path):
+    config = tiny_config("mixtral", vocab_size=3)
+    with pytest.raises(ValueError, match=r"vocab_size \(3\) must be at least tp \(4\)"):
+        plan_model(
+            EngineConfig(model=str(write_checkpoint(tmp_path, config)), tp=4), RankGroup(rank=0, size=4)
+        )
+
+
+@pytest.mark.parametrize(
+    ("tp", "level", "expected"),
+    [
+        # hidden 64 in 1 and 8 parts and the experts' 40 as above; then the row-parallel chains.
+        (2, "topology", {64, 8, 40, 32, 48}),
+        (4, "topology", {64, 8, 40, 32, 48}),
+        (4, "batch", {64, 8, 40, 16, 24}),
+    ],
+)
+def test_the_audit_covers_the_chains_of_a_share(folder, tp, level, expected):
+    config = plan_model(EngineConfig(model=str(folder))).config
+    assert set(model_loader.audit_cpu(config, tp, level).row_tiles) == expected
+
+
+def elements_of(model: LoadedModel) -> int:
+    """Weight elements that a rank keeps for what its group shares, padding of tiles left out."""
+    layers = model.decoder.layers
+    dense = layers[0].mlp
+    packed = [layer.attention.qkv for layer in layers] + [layer.attention.o_proj.weight for layer in layers]
+    packed += [dense.gate_up, dense.down.weight, model.decoder.head.weight]
+    return sum(weight.num_rows_in * weight.num_columns_out for weight in packed)
+
+
+@pytest.mark.parametrize(("tp", "level"), [(2, "topology"), (4, "topology"), (4, "batch")])
+def test_ranks_of_a_group_share_the_weights(folder, tp, level):
+    config = EngineConfig(model=str(folder), tp=tp, invariance=level)
+    group = RankGroup(rank=0, size=tp)
+    plan = plan_model(config, group)
+    whole = elements_of(load(folder))
+    shares = [
+        elements_of(
+            load_model(
+                plan,
+                config,
+                RankGroup(rank=rank, size=tp),
+                tensor_parallel=TensorParallel(group=RankGroup(rank=rank, size=tp)),
+            )
+        )
+        for rank in range(tp)
+    ]
+    held_twice = 2 * 2 * (max(1, 2 // tp) * tp - 2) * 16 * 64  # layers, k and v, heads, their rows
+    assert sum(shares) == whole + held_twice
 
 
 def test_the_fingerprint_names_the_experts_of_each_rank_only_where_they_pre_sum(folder):

@@ -18,6 +18,7 @@ def vector_of(rank: int) -> StepVector:
     return StepVector(
         num_tokens=rank,
         num_mixed_tokens=rank // 2,
+        num_plan_items=7 * rank,
         num_unfinished=3 * rank,
         epoch=2**40 + rank,
         drain=rank % 2,
@@ -29,6 +30,25 @@ def test_every_rank_sees_every_vector_in_rank_order(ranks, world_size):
     expected = StepView(tuple(vector_of(rank) for rank in range(world_size)))
     assert ranks(world_size, offer) == [expected] * world_size
     assert expected.tokens_per_rank == tuple(range(world_size))
+
+
+@pytest.mark.parametrize(
+    ("totals", "tp", "expected"),
+    [
+        ((5, 0), 2, (3, 2, 0, 0)),
+        ((1, 300), 2, (1, 0, 150, 150)),
+        ((7,), 4, (2, 2, 2, 1)),
+        ((7, 2), 1, (7, 2)),
+    ],
+)
+def test_a_group_s_tokens_are_at_home_on_its_ranks_in_turn(totals, tp, expected):
+    followers = [StepVector()] * (tp - 1)
+    vectors = [v for total in totals for v in (StepVector(num_tokens=total), *followers)]
+    shared = StepView(tuple(vectors), tp)
+    assert shared.tokens_per_rank == expected
+    for group, total in enumerate(totals):
+        homes = [token % tp for token in range(total)]
+        assert [homes.count(rank) for rank in range(tp)] == list(expected[group * tp : (group + 1) * tp])
 
 
 def view(*vectors: dict[str, int]) -> StepView:

@@ -30,6 +30,19 @@ def test_experts_are_spread_and_the_rest_is_on_every_rank() -> None:
     assert three[0] > three[2]
 
 
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_group_shares_all_but_experts_norms_and_routers(tp: int) -> None:
+    config = plan_model(EngineConfig()).config
+    placement = contiguous_placement(16, 4)
+    alone = rank_memory(config, placement, 0, 0, 0).weight_bytes
+    share = rank_memory(config, placement, 0, 0, 0, tp).weight_bytes
+    # Four layers: q and o over 4 heads of 64, k and v over 2 heads; the tied embedding.
+    kv_heads = max(1, 2 // tp)
+    whole = 4 * (2 * 4 * 64 + 2 * 2 * 64) * 256 + 2048 * 256
+    kept = 4 * (2 * 4 * 64 // tp + 2 * kv_heads * 64) * 256 + 2048 // tp * 256
+    assert alone - share == (whole - kept) * 4
+
+
 def test_what_does_not_fit_is_refused_with_both_figures() -> None:
     ranks = [RankMemory(weight_bytes=2**30, kv_bytes=2**30)] * 2
     assert check_fit(ranks, 4 * 2**30) == 4 * 2**30

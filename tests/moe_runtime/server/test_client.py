@@ -72,6 +72,20 @@ def test_requests_go_to_the_least_loaded_rank_and_ties_to_the_lowest(make_config
     with_client(make_config(world_size=3), body)
 
 
+def test_requests_go_to_the_first_ranks_of_groups_alone(make_config):
+    async def body(client, ranks, failures):
+        mailbox = Mailbox()
+        for i, name in enumerate("abc"):
+            client.submit(request(name), mailbox, i)
+        client.abort("b")
+        await until(lambda: [len(r.received) for r in ranks.ranks] == [4] * 4)
+        assert adds(ranks) == [["a", "c"], [], ["b"], []]
+        assert [type(m) for m in ranks.ranks[1].received] == [Wake] * 4
+        assert [type(m) for m in ranks.ranks[2].received] == [Wake, AddRequest, Wake, AbortRequest]
+
+    with_client(make_config(world_size=4, tp=2), body)
+
+
 def test_aborts_reach_the_rank_that_has_the_request_and_wake_the_others(make_config):
     async def body(client, ranks, failures):
         mailbox = Mailbox()

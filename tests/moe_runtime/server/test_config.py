@@ -31,6 +31,8 @@ def test_anything_else_is_a_value_error(line):
         {"port": 70000},
         {"served_model_name": ""},
         {"world_size": 0},
+        {"tp": 0},
+        {"world_size": 3, "tp": 2},
         {"api_key": ""},
         {"heartbeat_timeout_s": 0.0},
         {"drain_timeout_s": -1.0},

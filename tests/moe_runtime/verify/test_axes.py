@@ -15,7 +15,7 @@ from moe_runtime.verify.runner import Run
 SOURCE = PromptSource(seed=0, vocab_size=50, context=1024, max_tokens=50)
 CASES = SOURCE.random_cases(64)
 REFERENCE = {case.name: Output(token_ids=tuple(range(50)), logprobs=()) for case in CASES}
-SETUP = AxisSetup(source=SOURCE, cases=CASES, reference=REFERENCE, world_size=4, block_size=64)
+SETUP = AxisSetup(source=SOURCE, cases=CASES, reference=REFERENCE, num_engines=4, block_size=64)
 
 
 def runs_of(name: str, setup: AxisSetup = SETUP) -> list[Run]:
@@ -78,9 +78,9 @@ def test_chunks_are_cut_around_the_block_size_and_not_at_all() -> None:
     assert len(runs_of("chunks", replace(SETUP, full=True))) > len(runs)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 8])
-def test_the_small_cache_is_full_at_the_start(world_size: int) -> None:
-    (run,) = runs_of("preempt", replace(SETUP, world_size=world_size))
+@pytest.mark.parametrize("num_engines", [1, 2, 8])
+def test_the_small_cache_is_full_at_the_start(num_engines: int) -> None:
+    (run,) = runs_of("preempt", replace(SETUP, num_engines=num_engines))
     assert run.kv_cache_blocks is not None
     by_rank = Counter[int]()
     for case, rank in zip(run.cases, run.ranks or (), strict=True):

@@ -1,0 +1,180 @@
+"""A tensor-parallel group: consecutive ranks of the expert-parallel world that share one attention.
+
+Symbols: t ranks in the group, r this rank's place in it, T tokens of the group's batch, M rows.
+
+Every rank of a group runs the same T tokens. Token i has its mixture-of-experts home on rank i mod t, where it is
+routed and counted. Row counts follow from the step (its tokens and their ids), so no sizes are exchanged.
+
+Example: t = 2, T = 5. Home tokens of rank 0 are 0, 2, 4, of rank 1 they are 1, 3. ``bounds(5)`` is ``[0, 2, 5]``:
+rank 0 holds features 0 and 1 of 5, rank 1 features 2, 3 and 4.
+
+Numerics: bits are moved, nothing is added. Sums over the group are comm/all_reduce.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from moe_runtime.comm.groups import RankGroup
+from moe_runtime.comm.transports import EXCHANGE_TIMEOUT_S, DispatcherName, open_transport
+
+__all__ = ["TensorParallel", "check_tp", "open_tensor_parallel"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorParallel:
+    """One rank's view of its tensor-parallel group; by default a group of itself.
+
+    Attributes:
+        group: The t ranks.
+    """
+
+    group: RankGroup = field(default_factory=RankGroup)
+
+    @property
+    def rank(self) -> int:
+        """r."""
+        return self.group.rank
+
+    @property
+    def size(self) -> int:
+        """t."""
+        return self.group.size
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank schedules, samples and answers for its group."""
+        return self.group.rank == 0
+
+    def bounds(self, num_features: int) -> list[int]:
+        """``t + 1`` bounds of the ranks' shares of ``num_features``, as even as they can be."""
+        return [num_features * rank // self.size for rank in range(self.size + 1)]
+
+    def broadcast(self, items: torch.Tensor | None, num_items: int) -> torch.Tensor:
+        """``[num_items]`` int64 of the first rank, on every rank.
+
+        Args:
+            items: ``[num_items]`` int64 on the first rank; None on the others.
+            num_items: Known to all.
+        """
+        others = self.size - 1
+        if others == 0:
+            assert items is not None, "a rank alone has its own items"
+            return items
+        if items is not None:
+            assert items.shape == (num_items,), f"{items.shape} items, {num_items} announced"
+            self.group.exchange(items.repeat(others), [0] + [num_items] * others, [0] * self.size)
+            return items
+        nothing = torch.empty(0, dtype=torch.int64)
+        return self.group.exchange(nothing, [0] * self.size, [num_items] + [0] * others)
+
+    def gather_rows(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """``[sum(counts), ...]``: every rank's rows in rank order, on every rank.
+
+        Args:
+            rows: ``[counts[r], ...]``.
+            counts: Rows of each rank.
+        """
+        if self.size == 1:
+            return rows
+        repeated = rows.repeat(self.size, *(1,) * (rows.dim() - 1))
+        return self.group.exchange(repeated, [rows.shape[0]] * self.size, counts)
+
+    def home_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """Of ``[T, ...]``, the rows of tokens whose home is this rank."""
+        return rows if self.size == 1 else rows[self.rank :: self.size]
+
+    def gather_home_rows(self, rows: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Inverse of ``home_rows``: ``[num_tokens, ...]`` on every rank; without tokens nothing travels."""
+        if self.size == 1 or num_tokens == 0:
+            return rows
+        counts = [len(range(rank, num_tokens, self.size)) for rank in range(self.size)]
+        gathered = torch.split(self.gather_rows(rows.contiguous(), counts), counts)
+        out = rows.new_empty(num_tokens, *rows.shape[1:])
+        for rank, share in enumerate(gathered):
+            out[rank :: self.size] = share
+        return out
+
+    def gather_columns(self, x: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
+        """``[M, sum(widths)]``: every rank's columns in rank order, on every rank.
+
+        Args:
+            x: ``[M, widths[r]]``, M the same on all ranks.
+            widths: Columns of each rank.
+        """
+        if self.size == 1:
+            return x
+        num_rows = x.shape[0]
+        lengths = [num_rows * width for width in widths]
+        flat = self.group.exchange(x.reshape(-1).repeat(self.size), [lengths[self.rank]] * self.size, lengths)
+        return _side_by_side(flat, num_rows, widths)
+
+    def collect_columns(self, x: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
+        """``gather_columns`` on the first rank; ``[0, sum(widths)]`` on the others."""
+        if self.size == 1:
+            return x
+        num_rows = x.shape[0]
+        lengths = [num_rows * width for width in widths]
+        no_other = [0] * (self.size - 1)
+        received = lengths if self.is_first else [0] * self.size
+        flat = self.group.exchange(x.reshape(-1), [lengths[self.rank], *no_other], received)
+        return _side_by_side(flat, num_rows if self.is_first else 0, widths)
+
+
+def check_tp(tp: int, world_size: int) -> None:
+    """Refuse a group size that does not divide the world.
+
+    Raises:
+        ValueError: naming both.
+    """
+    if world_size % tp:
+        raise ValueError(f"world_size ({world_size}) must be divisible by tp ({tp})")
+
+
+def open_tensor_parallel(
+    group: RankGroup, tp: int, wanted: DispatcherName, *, timeout_s: float = EXCHANGE_TIMEOUT_S
+) -> TensorParallel:
+    """Set up groups of ``tp`` consecutive ranks; a collective of all ranks.
+
+    Args:
+        group: All ranks, joined through torch.distributed's default group.
+        tp: Ranks of a group.
+        wanted: What moves rows inside a group, as for ``open_transport``.
+        timeout_s: How long an exchange waits for a rank.
+
+    Raises:
+        ValueError: ``tp`` does not divide the number of ranks, or ``wanted`` cannot be here.
+    """
+    check_tp(tp, group.size)
+    if tp == 1:
+        return TensorParallel()
+    if tp == group.size:
+        # An exchange numbers its doorbells, so the links of the world are not shared with a group that steps apart.
+        own = RankGroup(rank=group.rank, size=tp, process_group=group.process_group)
+        return TensorParallel(group=open_transport(own, wanted, timeout_s=timeout_s).group)
+    first_ranks = range(0, group.size, tp)
+    # Every rank makes every group, in the same order: torch.distributed asks for it.
+    groups = [
+        dist.new_group(list(range(first, first + tp)), timedelta(seconds=timeout_s), "gloo")
+        for first in first_ranks
+    ]
+    own = RankGroup(
+        rank=group.rank % tp,
+        size=tp,
+        process_group=groups[group.rank // tp],
+        first_rank=group.rank // tp * tp,
+    )
+    return TensorParallel(group=open_transport(own, wanted, timeout_s=timeout_s).group)
+
+
+def _side_by_side(flat: torch.Tensor, num_rows: int, widths: Sequence[int]) -> torch.Tensor:
+    """Ranks' ``[num_rows, width]`` blocks, one after the other, to ``[num_rows, sum(widths)]``."""
+    blocks = torch.split(flat, [num_rows * width for width in widths])
+    return torch.cat(
+        [block.view(num_rows, width) for block, width in zip(blocks, widths, strict=True)], dim=1
+    )
