@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tests.bits import HOSTILE_KINDS, assert_bits_equal
 from tests.kernels.expert_layers import Routing, make_layer, make_routing
+from tests.kernels.triton_interpreter import DEVICE
 
+from moe_runtime.kernels.dispatch_triton import RowHomes, TableSlice  # isort: skip
 from moe_runtime.kernels.experts_triton import CANONICAL_EXPERT, down, gate_up  # isort: skip
 from moe_runtime.kernels.grouped_experts_triton import (  # isort: skip
     CANONICAL_GROUPED,
@@ -238,7 +242,7 @@ def test_slices_of_a_table_go_home_with_the_bits_of_the_whole(tokens, schedules)
     case = SLICE_CASE
     num_rows = case["size"] * case["capacity"]
     layer = make_layer(num_rows, case["num_experts"], case["hidden"], case["width"], kind="cancelling")
-    routing = make_routing(layer, num_rows, case["num_topk"])
+    routing = make_routing(num_rows, case["num_experts"], case["num_topk"])
     ids, weights = routing.ids.clone(), routing.weights
     ids[5] = -1  # inert
     offsets = torch.arange(case["size"], device=DEVICE) * case["capacity"] * case["num_topk"] * case["hidden"]
@@ -246,25 +250,28 @@ def test_slices_of_a_table_go_home_with_the_bits_of_the_whole(tokens, schedules)
     down_schedule = replace(GROUPED_DOWN_SCHEDULES[schedules[1]], tma_weights=False)
 
     def run_slices(most: int) -> torch.Tensor:
-        rows = torch.full((num_rows, case["num_topk"], case["hidden"]), 7.0, dtype=layer.h.dtype, device=DEVICE)
+        rows = torch.full(
+            (num_rows, case["num_topk"], case["hidden"]), 7.0, dtype=layer.h.dtype, device=DEVICE
+        )
         for first in range(0, case["capacity"], most):
             count = min(most, case["capacity"] - first)
             piece = TableSlice(num_tokens=count, capacity=case["capacity"], first_token=first)
             part = piece.of(ids)
             order = expert_order(part, case["num_experts"])
             mid = layer.h.new_empty(part.numel(), case["width"])
-            for schedule, run_kernel in (
-                (gate_schedule, lambda s, t: gate_up_grouped(layer.h, layer.w13, order, t, mid, source=piece, schedule=s)),
-                (
-                    down_schedule,
-                    lambda s, t: down_grouped(
-                        mid, layer.w2, order, t, piece.of(weights), rows,
-                        homes=RowHomes(offsets=offsets, slice=piece), schedule=s,
-                    ),
-                ),
-            ):
-                most_tiles = max_expert_tiles(part.numel(), case["num_experts"], schedule.row_tile)
-                run_kernel(schedule, expert_tiles(order.first_row, schedule.row_tile, most_tiles))
+            gate_tiles, down_tiles = (
+                expert_tiles(
+                    order.first_row,
+                    schedule.row_tile,
+                    max_expert_tiles(part.numel(), case["num_experts"], schedule.row_tile),
+                )
+                for schedule in (gate_schedule, down_schedule)
+            )
+            homes = RowHomes(offsets=offsets, slice=piece)
+            gate_up_grouped(layer.h, layer.w13, order, gate_tiles, mid, source=piece, schedule=gate_schedule)
+            down_grouped(
+                mid, layer.w2, order, down_tiles, piece.of(weights), rows, homes=homes, schedule=down_schedule
+            )
         return rows
 
     whole = run_slices(case["capacity"])
