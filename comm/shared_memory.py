@@ -26,6 +26,7 @@ import struct
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
@@ -149,6 +150,7 @@ class SharedMemoryLinks:
         self._inboxes = [_Inbox() for _ in sockets]
         self._num_exchanges = 0
         self._last_beats: dict[int, tuple[int, float]] = {}
+        weakref.finalize(self, pulse.close)  # or the thread would outlive links that nobody closed
         for peer in self._sockets:
             if peer is not None:
                 peer.settimeout(2 * PULSE_S)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -202,3 +204,24 @@ def test_a_missing_peer_is_named_in_time(ranks, how, message):
     for said, waited_s in results[:2]:
         assert message in said
         assert waited_s < 10 * SHORT_S
+
+
+def pulse_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "pulse"]
+
+
+def forget_links(context: RankContext) -> tuple[int, int]:
+    """New pulse threads while links are held, and after the last reference has gone."""
+    before = set(pulse_threads())
+    group: RankGroup | None = linked(context)
+    new = [thread for thread in pulse_threads() if thread not in before]
+    context.group.all_gather(torch.zeros(1))  # a rank that went earlier could break one that still connects
+    group = None  # noqa: F841
+    gc.collect()
+    for thread in new:
+        thread.join(TIMEOUT_S)
+    return len(new), sum(thread.is_alive() for thread in new)
+
+
+def test_links_that_nobody_holds_leave_no_thread_behind(ranks):
+    assert ranks(2, forget_links) == [(1, 0)] * 2
