@@ -14,7 +14,7 @@ Numerics: bits are moved, nothing is added. Sums over the group are comm/all_red
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
@@ -50,6 +50,11 @@ class TensorParallel:
     def is_first(self) -> bool:
         """Whether this rank schedules, samples and answers for its group."""
         return self.group.rank == 0
+
+    @property
+    def on_device(self) -> TensorParallel:
+        """The same group for tensors of GPUs: the host's links move none."""
+        return TensorParallel(group=replace(self.group, links=None))
 
     def bounds(self, num_features: int) -> list[int]:
         """``t + 1`` bounds of the ranks' shares of ``num_features``, as even as they can be."""
@@ -158,10 +163,10 @@ def open_tensor_parallel(
         own = RankGroup(rank=group.rank, size=tp, process_group=group.process_group)
         return TensorParallel(group=open_transport(own, wanted, timeout_s=timeout_s).group)
     first_ranks = range(0, group.size, tp)
-    # Every rank makes every group, in the same order: torch.distributed asks for it.
+    # Every rank makes every group, in the same order: torch.distributed asks for it. The backends are those of the
+    # world: gloo, and NCCL where ranks have GPUs.
     groups = [
-        dist.new_group(list(range(first, first + tp)), timedelta(seconds=timeout_s), "gloo")
-        for first in first_ranks
+        dist.new_group(list(range(first, first + tp)), timedelta(seconds=timeout_s)) for first in first_ranks
     ]
     own = RankGroup(
         rank=group.rank % tp,

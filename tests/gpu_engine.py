@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from moe_runtime.comm.tensor_parallel import TensorParallel
 from moe_runtime.engine import llm as llm_module
 from moe_runtime.engine.llm import LLM
 from moe_runtime.engine.model_loader import load_on_gpu
@@ -48,8 +47,7 @@ def gpu_llm(folder: Path, **options: Any) -> LLM:
     if DEVICE == "cuda":
         return LLM(str(folder), device="cuda", **options)
 
-    def load(plan: Any, *args: Any, tensor_parallel: TensorParallel, **options: Any) -> Any:
-        assert tensor_parallel.size == 1, "GPUs have no tensor-parallel groups yet"
+    def load(plan: Any, *args: Any, **options: Any) -> Any:
         assert plan.device == torch.device("cpu"), "the interpreter takes CPU tensors"
         return load_on_gpu(plan, *args, **options)
 

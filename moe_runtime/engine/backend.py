@@ -89,7 +89,6 @@ def start_engine(
     runner = _runner(model, deployment, config, group, on_capture)
     tensor_parallel = model.tensor_parallel
     if not tensor_parallel.is_first:
-        assert isinstance(runner, CpuRunner), "plan_model refuses tp above 1 elsewhere"
         return Follower(runner, group, tensor_parallel)
     return Engine(
         runner,

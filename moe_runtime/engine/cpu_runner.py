@@ -40,13 +40,8 @@ class CpuRunner(Runner):
         return LaunchedStep(batch.rows, lambda: scored)
 
     @torch.inference_mode()
-    def follow(self, plan: StepPlan, tokens_per_rank: SequenceOf[int]) -> None:
-        """Run the step that the first rank of the tensor-parallel group launches.
-
-        Args:
-            plan: From that rank; empty where the group has no tokens.
-            tokens_per_rank: Tokens whose home is each rank, in the step.
-        """
+    def follow(self, plan: StepPlan, tokens_per_rank: SequenceOf[int], *, is_decode: bool) -> None:
+        """See ``Runner.follow``."""
         forward = forward_input(plan, tokens_per_rank, self.decoder.heads.num_query_heads_per_kv_head)
         hidden = self.decoder.forward(forward, self.kv_cache.layers)
         share_logits(self.decoder, hidden, plan.row_token_idx)

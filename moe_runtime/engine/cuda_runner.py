@@ -15,13 +15,14 @@ import numpy as np
 import torch
 
 from moe_runtime.comm.gpu_exchange import StepShape
-from moe_runtime.engine.batch import LogitsRow, wanted_rows
+from moe_runtime.engine.batch import LogitsRow, plan_step, wanted_rows
 from moe_runtime.engine.graphs import DECODE_BUCKETS, DecodeGraphs, decode_bucket
 from moe_runtime.engine.messages import TokenLogprobs
 from moe_runtime.engine.runner import LaunchedStep, Runner
 from moe_runtime.engine.sampler import ScoredRow, num_logprobs, row_sampling
 from moe_runtime.engine.scheduler import ScheduledChunk
 from moe_runtime.engine.sequence import UNKNOWN_TOKEN, Sequence
+from moe_runtime.engine.step_plan import StepPlan
 from moe_runtime.kernels.attention import BLOCK_SIZE
 from moe_runtime.kernels.attention_tiles import make_row_tiles
 from moe_runtime.kernels.attention_tree_triton import TREE
@@ -57,8 +58,6 @@ class CudaRunner(Runner):
         check_peers: Raises ``PeerError`` where another rank has gone or stalled: the device would wait for it for good.
     """
 
-    overlaps = True
-
     def __init__(
         self,
         decoder: CudaDecoder,
@@ -68,8 +67,10 @@ class CudaRunner(Runner):
         use_graphs: bool,
         check_peers: Callable[[], None] | None = None,
     ) -> None:
-        config = decoder.config
+        config = decoder.local
         self.decoder = decoder
+        # The ranks of a group run what its first one plans, token ids included.
+        self.overlaps = decoder.tensor_parallel.size == 1
         self.device = decoder.device
         self._check_peers = check_peers
         shape = (num_kv_blocks, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
@@ -110,38 +111,69 @@ class CudaRunner(Runner):
         """See ``Runner.launch``."""
         self._slots.begin_step()
         rows = wanted_rows(chunks)
-        bucket = decode_bucket(max(tokens_per_rank), self.largest_decode) if is_decode else None
-        if bucket is not None:
-            return self._decode(chunks, rows, bucket)
-        return self._mixed(chunks, rows, StepShape.of_tokens(tokens_per_rank))
+        plan = plan_step(chunks, rows)
+        slots = [
+            self._slots.slot(chunk.sequence)
+            if chunk.reaches_end and chunk.sequence.token_ids[-1] == UNKNOWN_TOKEN
+            else -1
+            for chunk in chunks
+        ]
+        bucket = self._bucket(tokens_per_rank, is_decode)
+        if bucket is None:
+            hidden = self._mixed(plan, slots, StepShape.of_tokens(tokens_per_rank))
+            return self._score_hidden(rows, hidden)
+        self._decode(plan, [self._slots.slot(chunk.sequence) for chunk in chunks], bucket)
+        if not rows:
+            return LaunchedStep(rows, self._nothing_to_collect())
+        return self._score(rows, self.logits[: len(rows)], greedy_done=True)
 
-    def _decode(self, chunks: SequenceOf[ScheduledChunk], rows: list[LogitsRow], bucket: int) -> LaunchedStep:
-        """One row per sequence; the rows' order is the chunks'."""
-        num_rows = len(chunks)
-        longest = 1 + max((chunk.sequence.num_computed_tokens for chunk in chunks), default=0)
+    @torch.inference_mode()
+    def follow(self, plan: StepPlan, tokens_per_rank: SequenceOf[int], *, is_decode: bool) -> None:
+        """See ``Runner.follow``."""
+        bucket = self._bucket(tokens_per_rank, is_decode)
+        no_slots = [-1] * len(plan.query_lens)
+        if bucket is not None:
+            self._decode(plan, no_slots, bucket)
+            return
+        hidden = self._mixed(plan, no_slots, StepShape.of_tokens(tokens_per_rank))
+        for first in range(0, len(plan.row_token_idx), LOGITS_ROWS):
+            index = self._upload(list(plan.row_token_idx[first : first + LOGITS_ROWS]))
+            self.decoder.logits(hidden[index])
+
+    def _bucket(self, tokens_per_rank: SequenceOf[int], is_decode: bool) -> int | None:
+        """Rows of the graph that every group of ranks runs; None for the mixed form."""
+        tp = self.decoder.tensor_parallel.size
+        most = max(sum(tokens_per_rank[first : first + tp]) for first in range(0, len(tokens_per_rank), tp))
+        return decode_bucket(most, self.largest_decode) if is_decode else None
+
+    def _decode(self, plan: StepPlan, slots: SequenceOf[int], bucket: int) -> None:
+        """One row per chunk; logits and greedy tokens of the rows, in the chunks' order.
+
+        Args:
+            plan: Of the group's step.
+            slots: Where each sequence's newest token is kept and its next one will be.
+            bucket: Rows of the graph.
+        """
+        num_rows = len(plan.query_lens)
+        longest = 1 + max(plan.start_positions, default=0)
         variant = self._attention_variant(longest, bucket)
         self._prepare_graph(bucket, variant)
         size = 1 + bucket * (3 + self.max_blocks)
         host = self._inputs.next(size)
         host.fill(-1)
         host[0] = num_rows
-        token_ids, slots, positions, table = np.split(host[1:], [bucket, 2 * bucket, 3 * bucket])
+        token_ids, host_slots, positions, table = np.split(host[1:], [bucket, 2 * bucket, 3 * bucket])
         table = table.reshape(bucket, self.max_blocks)
-        for i, chunk in enumerate(chunks):
-            sequence = chunk.sequence
-            position = sequence.num_computed_tokens
-            token_ids[i] = sequence.token_ids[position]
-            slots[i] = self._slots.slot(sequence)
-            positions[i] = position
-            table[i, : len(sequence.block_ids)] = sequence.block_ids
+        token_ids[:num_rows] = plan.token_ids
+        host_slots[:num_rows] = slots
+        positions[:num_rows] = plan.start_positions
+        for i, blocks in enumerate(plan.block_tables):
+            table[i, : len(blocks)] = blocks
         self._inputs.upload(size, self._decode_inputs)
         if self.graphs is not None:
             self.graphs.replay(bucket, variant)
         else:
             self._launch_decode(bucket, variant, rehearse=False)
-        if not rows:
-            return LaunchedStep(rows, self._nothing_to_collect())
-        return self._score(rows, self.logits[:num_rows], greedy_done=True)
 
     def _nothing_to_collect(self) -> Callable[[], list[ScoredRow]]:
         """Of a step without rows: waiting for it bounds how far the host runs ahead."""
@@ -183,14 +215,16 @@ class CudaRunner(Runner):
         greedy(self.logits[:bucket], chosen, pdl=pdl)
         record_tokens(chosen, slots, self.last_token, pdl=pdl)
 
-    def _mixed(
-        self, chunks: SequenceOf[ScheduledChunk], rows: list[LogitsRow], shape: StepShape
-    ) -> LaunchedStep:
-        """Any rows, kernel by kernel."""
-        num_tokens = sum(chunk.num_tokens for chunk in chunks)
-        num_seqs = len(chunks)
-        lens = [chunk.num_tokens for chunk in chunks]
-        starts = [chunk.sequence.num_computed_tokens for chunk in chunks]
+    def _mixed(self, plan: StepPlan, slots: SequenceOf[int], shape: StepShape) -> torch.Tensor:
+        """Any rows, kernel by kernel, to hidden states ``[T, hidden]``.
+
+        Args:
+            plan: Of the group's step.
+            slots: Where each sequence's newest token is kept where the plan does not know it, else -1.
+            shape: Of the step.
+        """
+        num_tokens, num_seqs = len(plan.token_ids), len(plan.query_lens)
+        lens, starts = list(plan.query_lens), list(plan.start_positions)
         tiles = self._tiles(lens, starts)
         # int64 slots come first, where they are aligned.
         sizes = [2 * num_tokens, num_tokens, num_tokens, num_tokens, 1, num_seqs * self.max_blocks]
@@ -198,23 +232,21 @@ class CudaRunner(Runner):
         host = self._inputs.next(sum(sizes))
         views = np.split(host, np.cumsum(sizes)[:-1])
         views[4][0] = num_tokens
-        slot_mapping, token_ids, slots, positions = views[0].view(np.int64), views[1], views[2], views[3]
+        slot_mapping, token_ids, row_slots, positions = views[0].view(np.int64), views[1], views[2], views[3]
         table = views[5].reshape(num_seqs, self.max_blocks)
         table.fill(-1)
-        slots.fill(-1)
+        row_slots.fill(-1)
+        token_ids[:] = plan.token_ids
         at = 0
-        for i, chunk in enumerate(chunks):
-            sequence, start, end = chunk.sequence, starts[i], starts[i] + lens[i]
-            span = slice(at, at + lens[i])
-            token_ids[span] = sequence.token_ids[start:end]
-            if sequence.token_ids[end - 1] == UNKNOWN_TOKEN:
-                slots[at + lens[i] - 1] = self._slots.slot(sequence)
-            positions[span] = np.arange(start, end)
-            blocks = np.asarray(sequence.block_ids, dtype=np.int64)
+        for i, (length, start) in enumerate(zip(lens, starts, strict=True)):
+            span = slice(at, at + length)
+            row_slots[at + length - 1] = slots[i]
+            positions[span] = np.arange(start, start + length)
+            blocks = np.asarray(plan.block_tables[i], dtype=np.int64)
             where = positions[span].astype(np.int64)
             slot_mapping[span] = blocks[where // BLOCK_SIZE] * BLOCK_SIZE + where % BLOCK_SIZE
             table[i, : len(blocks)] = blocks
-            at += lens[i]
+            at += length
         for view, (_, part) in zip(views[6:], tiles, strict=True):
             view[:] = part.reshape(-1)
         device = torch.empty(sum(sizes), dtype=torch.int32, device=self.device)
@@ -222,7 +254,7 @@ class CudaRunner(Runner):
         parts = torch.split(device, sizes)
         ids = torch.empty_like(parts[1])
         resolve_tokens(parts[1], parts[2], self.last_token, ids)
-        hidden = self.decoder.mixed(
+        return self.decoder.mixed(
             MixedInput(
                 shape=shape,
                 token_ids=ids,
@@ -237,13 +269,12 @@ class CudaRunner(Runner):
             ),
             self.kv_caches,
         )
-        return self._score_hidden(rows, hidden)
 
     def _tiles(
         self, lens: list[int], starts: list[int]
     ) -> list[tuple[RowSchedule, np.ndarray[tuple[int, int], np.dtype[np.int32]]]]:
         """Short sequences in low tiles, long ones in tall tiles."""
-        groups = self.decoder.config.num_query_heads_per_kv_head
+        groups = self.decoder.local.num_query_heads_per_kv_head
         few = [i for i, length in enumerate(lens) if length < MANY_ROWS_FROM]
         many = [i for i, length in enumerate(lens) if length >= MANY_ROWS_FROM]
         table = self.decoder.schedules

@@ -10,9 +10,9 @@ import time
 
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.tensor_parallel import TensorParallel
-from moe_runtime.engine.cpu_runner import CpuRunner
 from moe_runtime.engine.messages import RankStats, SequenceOutput
 from moe_runtime.engine.request import Request
+from moe_runtime.engine.runner import Runner
 from moe_runtime.engine.step import StepVector, StepView, exchange_step
 from moe_runtime.engine.step_plan import StepPlan
 
@@ -28,7 +28,7 @@ class Follower:
         tensor_parallel: The rank's tensor-parallel group.
     """
 
-    def __init__(self, runner: CpuRunner, group: RankGroup, tensor_parallel: TensorParallel) -> None:
+    def __init__(self, runner: Runner, group: RankGroup, tensor_parallel: TensorParallel) -> None:
         assert not tensor_parallel.is_first, "the first rank of a group has an Engine"
         self.runner = runner
         self.group = group
@@ -67,7 +67,7 @@ class Follower:
         plan = StepPlan()
         if num_items:
             plan = StepPlan.unpack(self.tensor_parallel.broadcast(None, num_items))
-        self.runner.follow(plan, view.tokens_per_rank)
+        self.runner.follow(plan, view.tokens_per_rank, is_decode=view.is_decode)
         self.num_steps += 1
         self.last_step_ms = (time.perf_counter() - start) * 1e3
         return view, []

@@ -105,7 +105,7 @@ def gpu_num_blocks(plan: ModelPlan, config: EngineConfig, num_ranks: int = 1) ->
     room_bytes = int(free_bytes * config.gpu_memory_utilization)
     room_bytes -= num_weights * item_bytes + buffer_bytes + GPU_RESERVE_BYTES
     per_sequence = -(-plan.max_model_len // BLOCK_SIZE)
-    num_blocks = room_bytes // kv_block_bytes(model, plan.torch_dtype)
+    num_blocks = room_bytes // kv_block_bytes(model, plan.torch_dtype, config.tp)
     if num_blocks < per_sequence:
         raise CapacityError(
             f"the GPU has {free_bytes / 2**30:.1f} GiB free and gpu_memory_utilization is "

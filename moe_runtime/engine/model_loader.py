@@ -196,7 +196,9 @@ def load_model(
         ValueError: the device cannot run the model.
     """
     if plan.device.type == "cuda":
-        return load_on_gpu(plan, engine_config, group, on_progress, transport=transport)
+        return load_on_gpu(
+            plan, engine_config, group, on_progress, transport=transport, tensor_parallel=tensor_parallel
+        )
     torch.set_num_threads(1)  # part of the CPU's schedule, in a caller's own program too
     config, dtype = plan.config, plan.torch_dtype
     tp = tensor_parallel or TensorParallel()
@@ -255,6 +257,7 @@ def load_on_gpu(
     on_progress: Callable[[int, int], None] | None = None,
     *,
     transport: TransportName = "collective",
+    tensor_parallel: TensorParallel | None = None,
 ) -> LoadedModel:
     """``load_model`` of one rank on its GPU; on the CPU where Triton's interpreter is on.
 
@@ -264,6 +267,7 @@ def load_on_gpu(
         group: The expert-parallel group.
         on_progress: Told (tensor elements done, in total).
         transport: What moves rows between GPUs.
+        tensor_parallel: From ``open_tensor_parallel`` for the settings' ``tp``.
     """
     # All need Triton, which CPU machines may lack.
     from moe_runtime.engine.gpu_experts import make_gpu_experts
@@ -271,6 +275,8 @@ def load_on_gpu(
     from moe_runtime.layers.cuda_decoder import CudaDecoder
 
     schedules = load_schedules(plan.device, plan.torch_dtype, engine_config.audit_cache)
+    tp = tensor_parallel or TensorParallel()
+    assert tp.size == engine_config.tp, f"a group of {tp.size} ranks, tp ({engine_config.tp})"
     placement, specs = plan.placement, tensor_specs(plan.config)
     local_experts: Sequence[int] | None = None
     wanted: Sequence[TensorSpec] = specs
@@ -293,12 +299,14 @@ def load_on_gpu(
             schedules,
             local_experts,
             make_gpu_experts(plan, group, transport, schedules),
+            tp.on_device,
+            engine_config.invariance,
         )
         source.close(expected=wanted)
     audit = AuditReport()
     if plan.device.type == "cuda":  # tests cover the interpreter, in which this would take minutes
         audit = check_schedules(decoder)
-    return LoadedModel(plan=plan, decoder=decoder, audit=audit)
+    return LoadedModel(plan=plan, decoder=decoder, audit=audit, tensor_parallel=tp)
 
 
 class _WeightReader:
@@ -343,8 +351,6 @@ def _device(engine_config: EngineConfig, group: RankGroup | None) -> torch.devic
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ValueError("device (cuda) must be cpu here: torch sees no GPU")
-    if engine_config.tp > 1:
-        raise ValueError(f"tp ({engine_config.tp}) is not implemented on the GPU yet; set device to cpu")
     if num_ranks == 1:
         return torch.device("cuda")
     local_rank, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()

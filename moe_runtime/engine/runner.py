@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from moe_runtime.engine.batch import LogitsRow
 from moe_runtime.engine.sampler import ScoredRow
 from moe_runtime.engine.scheduler import ScheduledChunk
+from moe_runtime.engine.step_plan import StepPlan
 
 __all__ = ["LaunchedStep", "Runner"]
 
@@ -47,4 +48,14 @@ class Runner(ABC):
             chunks: From the scheduler; their sequences are as before the step.
             tokens_per_rank: Tokens whose home is each rank, in the step.
             is_decode: ``StepView.is_decode``; the same on every rank.
+        """
+
+    @abstractmethod
+    def follow(self, plan: StepPlan, tokens_per_rank: SequenceOf[int], *, is_decode: bool) -> None:
+        """Run the step that the first rank of the tensor-parallel group launches; as collective as ``launch``.
+
+        Args:
+            plan: From that rank; empty where the group has no tokens.
+            tokens_per_rank: Tokens whose home is each rank, in the step.
+            is_decode: As for ``launch``.
         """

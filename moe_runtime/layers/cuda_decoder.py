@@ -4,6 +4,9 @@ Two forms run the model. ``decode`` takes one row per sequence, up to ``MAX_DECO
 layer on buffers of fixed address, so that it can be captured in a graph. ``mixed`` takes any rows of any sequences.
 They differ in schedules alone: a row has the same bits in both.
 
+Several ranks may share the attention (``tensor_parallel``): a rank holds some heads, a part of o_proj (row_parallel.py
+has the tree) and of the vocabulary; all run the same M rows, and row i has its mixture-of-experts home on rank i mod t.
+
 Roundings and trees are those of the kernels' files. The first kernel of a form is launched plainly, all others
 dependent on the one before.
 """
@@ -12,24 +15,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from moe_runtime.comm.gpu_exchange import StepShape
+from moe_runtime.comm.all_reduce import all_reduce
+from moe_runtime.comm.gpu_exchange import StepShape, rehearsal_group
+from moe_runtime.comm.tensor_parallel import TensorParallel
 from moe_runtime.kernels.attention_tree_triton import check_heads
 from moe_runtime.kernels.attention_triton import DecodeSchedule, attend_decode, decode_workspace
 from moe_runtime.kernels.experts_triton import MAX_CAPACITY
 from moe_runtime.kernels.gemm import PARTS
 from moe_runtime.kernels.gemm_triton import dense_gemm, dense_gemm_parts, vendor_gemm
 from moe_runtime.kernels.gpu_schedules import GpuSchedules, device_kind
-from moe_runtime.kernels.norm_triton import embed_norm, merge_residual_norm
+from moe_runtime.kernels.norm_triton import embed_norm, merge_residual_norm, rms_norm
 from moe_runtime.kernels.prefill_attention_triton import RowSchedule, attend_rows
 from moe_runtime.kernels.rope_write_triton import rope_and_write
 from moe_runtime.kernels.router_triton import router_logits
 from moe_runtime.kernels.topk_triton import topk
-from moe_runtime.layers.cuda_experts import Experts, LayerExperts, LocalExperts
+from moe_runtime.layers.cuda_experts import Experts, LocalExperts
+from moe_runtime.layers.cuda_layer import CudaLayer, ExpertReader
 from moe_runtime.layers.rotary import RotaryTable
+from moe_runtime.layers.row_parallel import Level, adds_shards
+from moe_runtime.models.head_shard import head_shard
 from moe_runtime.models.model_config import ModelConfig
 
 __all__ = [
@@ -45,9 +53,6 @@ __all__ = [
 ]
 
 MAX_DECODE_ROWS = MAX_CAPACITY
-
-ExpertReader = Callable[[str, int, int | None], torch.Tensor]
-"""``(role, layer_idx, logical expert or None)`` to the checkpoint's tensor, on any device."""
 
 ExpertsMaker = Callable[[int], Experts]
 """From the most rows of a step to the experts' half of all layers; a collective where ranks are several."""
@@ -108,6 +113,8 @@ class CudaDecoder:
         pdl: Launch kernels dependent on the one before; a schedule.
         schedules: Decides the schedule of every launch.
         experts: The experts' half of every layer.
+        tensor_parallel: The ranks that share the attention; ``heads`` are this one's, ``local`` is the model as far as
+            its attention goes.
 
     Args:
         config: Model; every layer a mixture of experts.
@@ -119,6 +126,8 @@ class CudaDecoder:
         schedules: The device's table; by default the one without an audit.
         local_experts: Logical experts to load; by default all.
         make_experts: Runs them, and gets rows from and to other ranks; by default all are here.
+        tensor_parallel: Ranks that share the attention, able to move tensors of the device; by default this one.
+        level: Invariance level.
 
     Raises:
         ValueError: the model has something that this path does not implement.
@@ -135,12 +144,24 @@ class CudaDecoder:
         schedules: GpuSchedules | None = None,
         local_experts: SequenceOf[int] | None = None,
         make_experts: ExpertsMaker | None = None,
+        tensor_parallel: TensorParallel | None = None,
+        level: Level = "topology",
     ) -> None:
         check_supported(config)
         self.config = config
+        self.tensor_parallel = tp = tensor_parallel or TensorParallel()
+        self.heads = head_shard(config, tp.size, tp.rank)
+        self.local = replace(
+            config, num_attention_heads=self.heads.num_query_heads, num_kv_heads=self.heads.num_kv_heads
+        )
+        self.adds_shards = adds_shards(tp.size, level)
+        self._alone = TensorParallel(group=rehearsal_group(tp.group)) if tp.size > 1 else tp
+        self.vocab_bounds = tp.bounds(config.vocab_size)
+        self.hidden_bounds = tp.bounds(config.hidden_size)
         self.dtype = dtype
         self.device = device
-        self.pdl = device.type == "cuda"
+        # Collectives stand between the kernels of a group, which dependent launch knows nothing of.
+        self.pdl = device.type == "cuda" and tp.size == 1
         self.schedules = schedules or GpuSchedules(device_kind(device), dtype)
         rotary = RotaryTable(config.rope, config.head_dim, max_model_len)
         self.cos, self.sin = rotary.cos.to(device), rotary.sin.to(device)
@@ -148,26 +169,39 @@ class CudaDecoder:
         def load(role: str, layer_idx: int = -1) -> torch.Tensor:
             return read(role, layer_idx, None).to(device=device, dtype=dtype).contiguous()
 
-        self.embedding = load("embed")
-        self.lm_head = self.embedding if config.tie_word_embeddings else load("lm_head")
+        own_vocab = slice(self.vocab_bounds[tp.rank], self.vocab_bounds[tp.rank + 1])
+        self.embedding = load("embed")[own_vocab].contiguous()
+        self.lm_head = (
+            self.embedding if config.tie_word_embeddings else load("lm_head")[own_vocab].contiguous()
+        )
+        own_hidden = slice(self.hidden_bounds[tp.rank], self.hidden_bounds[tp.rank + 1])
         self.layers = [
-            _Layer(config, layer_idx, load, read, local_experts, device)
+            CudaLayer(
+                config,
+                layer_idx,
+                load,
+                read,
+                local_experts,
+                device,
+                self.heads,
+                None if self.adds_shards else own_hidden,
+            )
             for layer_idx in range(config.num_layers)
         ]
         norms = [layer.input_norm for layer in self.layers[1:]]
         self.next_norms = [*norms, load("final_norm").float()]
         self._make_experts = make_experts or self._all_local
         self._make_buffers(max(max_rows, MAX_DECODE_ROWS))
-        self.max_split_rows = max_split_rows(config, device)
+        self.max_split_rows = max_split_rows(self.local, device)
         self.workspace = decode_workspace(
-            self.max_split_rows, config.num_attention_heads, config.head_dim, max_model_len, device
+            self.max_split_rows, self.local.num_attention_heads, config.head_dim, max_model_len, device
         )
 
     def _all_local(self, max_rows: int) -> Experts:
         return LocalExperts(self.config, self.schedules, max_rows, self.dtype, self.device)
 
     def _make_buffers(self, max_rows: int) -> None:
-        self.buffers = _Buffers(self.config, max_rows, self.dtype, self.device)
+        self.buffers = _Buffers(self.local, max_rows, self.dtype, self.device)
         self.experts = self._make_experts(max_rows)
 
     def reserve_rows(self, max_rows: int) -> None:
@@ -210,12 +244,11 @@ class CudaDecoder:
         pdl, table = self.pdl, self.schedules
         hidden, query = config.hidden_size, b.attention.shape[1]
         o_proj = table.dense_parts(m, hidden, query, PARTS["row"])
-        router, choice = table.router(m, hidden), table.topk(m)
         experts = self.experts.rehearsal() if rehearse else self.experts
-        shape = StepShape.of_bucket(m, experts.num_processes)
-        routed = experts.routed_rows(shape)
+        tp = self._alone if rehearse else self.tensor_parallel
+        shape = StepShape.of_bucket(-(-m // tp.size), experts.num_processes)
         experts.begin_step(pdl=False)
-        embed_norm(token_ids, self.embedding, self.layers[0].input_norm, eps, b.residual, b.normed)
+        self._embed(token_ids, b, tp)
         for layer, next_norm, (k_cache, v_cache) in zip(self.layers, self.next_norms, kv_caches, strict=True):
             self._gemm(b.normed, layer.qkv, b.qkv, bias=layer.qkv_bias)
             attend_decode(
@@ -223,28 +256,20 @@ class CudaDecoder:
                 self.cos, self.sin, b.attention,
                 window=layer.window, workspace=self.workspace, schedule=attention, pdl=pdl,
             )  # fmt: skip
-            dense_gemm_parts(b.attention, layer.o_proj, b.parts, schedule=o_proj, pdl=pdl)
-            merge_residual_norm(
-                b.parts, b.residual, layer.post_attention_norm, eps, b.residual, routed.x,
-                bias=layer.o_bias, pdl=pdl,
-            )  # fmt: skip
-            router_logits(routed.x, layer.router, b.router_logits, schedule=router, pdl=pdl)
-            topk(
-                b.router_logits, num_tokens, config.num_experts_per_tok, config.norm_topk_prob,
-                routed.ids, routed.weights, routed.slot_table, schedule=choice, pdl=pdl,
-            )  # fmt: skip
-            experts.run(
-                layer.layer_idx, layer.experts, shape, num_tokens, b.residual, next_norm, b.normed, pdl=pdl
-            )
-        self._gemm(b.normed, self.lm_head, logits)
+            if tp.size > 1:
+                branch, bias = self._row_parallel(b, layer, tp)[:, None], layer.o_bias
+            else:
+                dense_gemm_parts(b.attention, layer.o_proj, b.parts, schedule=o_proj, pdl=pdl)
+                branch, bias = b.parts, layer.o_bias
+            self._experts(layer, next_norm, b, branch, bias, shape, num_tokens, experts, tp)
+        self._logits(b.normed, logits, tp)
 
     def mixed(self, step: MixedInput, kv_caches: KVCaches) -> torch.Tensor:
         """Any rows, to hidden states ``[T, hidden]`` after the final norm (a view of a buffer)."""
         config, eps, num_tokens = self.config, self.config.rms_norm_eps, step.token_ids.shape[0]
         b = self.buffers.rows(num_tokens)
         pdl, table = self.pdl, self.schedules
-        shape, experts = step.shape, self.experts
-        routed = experts.routed_rows(shape)
+        shape, experts, tp = step.shape, self.experts, self.tensor_parallel
         experts.begin_step(pdl=False)
         if num_tokens == 0:
             for layer, next_norm in zip(self.layers, self.next_norms, strict=True):
@@ -259,10 +284,9 @@ class CudaDecoder:
                     pdl=pdl,
                 )
             return b.normed
-        hidden = config.hidden_size
-        router, choice, rope = table.router(num_tokens, hidden), table.topk(num_tokens), table.rope()
-        embed_norm(step.token_ids, self.embedding, self.layers[0].input_norm, eps, b.residual, b.normed)
-        q = b.q.view(num_tokens, config.num_attention_heads, config.head_dim)
+        rope = table.rope()
+        self._embed(step.token_ids, b, tp)
+        q = b.q.view(num_tokens, self.heads.num_query_heads, config.head_dim)
         for layer, next_norm, (k_cache, v_cache) in zip(self.layers, self.next_norms, kv_caches, strict=True):
             self._gemm(b.normed, layer.qkv, b.qkv, bias=layer.qkv_bias)
             rope_and_write(
@@ -274,26 +298,83 @@ class CudaDecoder:
                     q, k_cache, v_cache, part.tiles, step.block_table, b.attention,
                     window=layer.window, schedule=part.schedule, pdl=pdl,
                 )  # fmt: skip
-            self._gemm(b.attention, layer.o_proj, b.branch, parts=PARTS["row"], bias=layer.o_bias)
-            merge_residual_norm(
-                b.branch[:, None], b.residual, layer.post_attention_norm, eps, b.residual, routed.x, pdl=pdl
-            )
-            router_logits(routed.x, layer.router, b.router_logits, schedule=router, pdl=pdl)
-            topk(
-                b.router_logits, step.num_tokens, config.num_experts_per_tok, config.norm_topk_prob,
-                routed.ids, routed.weights, routed.slot_table, schedule=choice, pdl=pdl,
-            )  # fmt: skip
-            experts.run(
-                layer.layer_idx,
-                layer.experts,
-                shape,
-                step.num_tokens,
-                b.residual,
-                next_norm,
-                b.normed,
-                pdl=pdl,
-            )
+            if tp.size > 1:
+                branch, bias = self._row_parallel(b, layer, tp), layer.o_bias
+            else:
+                self._gemm(b.attention, layer.o_proj, b.branch, parts=PARTS["row"], bias=layer.o_bias)
+                branch, bias = b.branch, None
+            self._experts(layer, next_norm, b, branch[:, None], bias, shape, step.num_tokens, experts, tp)
         return b.normed
+
+    def _embed(self, token_ids: torch.Tensor, b: _Rows, tp: TensorParallel) -> None:
+        """The tokens' rows and their first norm; exact copies, whichever rank of the group holds a row."""
+        norm, eps = self.layers[0].input_norm, self.config.rms_norm_eps
+        if tp.size == 1:
+            embed_norm(token_ids, self.embedding, norm, eps, b.residual, b.normed)
+            return
+        first = self.vocab_bounds[tp.rank]
+        own = torch.where(token_ids >= first, token_ids - first, -1).int()
+        embed_norm(own, self.embedding, norm, eps, b.residual, b.normed)  # rows held elsewhere are zero
+        num_rows = token_ids.shape[0]
+        gathered = tp.gather_rows(b.residual, [num_rows] * tp.size).view(tp.size, num_rows, -1)
+        bounds = torch.tensor(self.vocab_bounds[1:], dtype=torch.int32, device=self.device)
+        owner = torch.bucketize(token_ids, bounds, right=True).clamp(max=tp.size - 1)
+        rows = torch.arange(num_rows, device=self.device)
+        b.residual.copy_(gathered[owner, rows])
+        rms_norm(b.residual, norm, eps, b.normed)
+
+    def _row_parallel(self, b: _Rows, layer: CudaLayer, tp: TensorParallel) -> torch.Tensor:
+        """``[M, hidden]`` of o_proj over the group, rounded; layers/row_parallel.py states the tree."""
+        m, hidden = b.attention.shape[0], self.config.hidden_size
+        if self.adds_shards:
+            part = torch.empty(m, hidden, dtype=torch.float32, device=self.device)
+            self._gemm(b.attention, layer.o_proj, part)
+            return all_reduce(part, tp.group, self.dtype)
+        whole = tp.gather_columns(b.attention, [b.attention.shape[1]] * tp.size)
+        own = torch.empty(m, layer.o_proj.shape[0], dtype=self.dtype, device=self.device)
+        self._gemm(whole, layer.o_proj, own, parts=PARTS["row"])
+        bounds = self.hidden_bounds
+        return tp.gather_columns(own, [bounds[r + 1] - bounds[r] for r in range(tp.size)])
+
+    def _experts(
+        self,
+        layer: CudaLayer,
+        next_norm: torch.Tensor,
+        b: _Rows,
+        branch: torch.Tensor,
+        bias: torch.Tensor | None,
+        shape: StepShape,
+        num_tokens: torch.Tensor,
+        experts: Experts,
+        tp: TensorParallel,
+    ) -> None:
+        """From the attention's branch ``[M, P, hidden]`` to the next layer's normed rows."""
+        config, eps, pdl, table = self.config, self.config.rms_norm_eps, self.pdl, self.schedules
+        routed, residual, normed = experts.routed_rows(shape), b.residual, b.normed
+        m, num_home = residual.shape[0], routed.x.shape[0]
+        x = routed.x if tp.size == 1 else b.normed
+        merge_residual_norm(branch, residual, layer.post_attention_norm, eps, residual, x, bias=bias, pdl=pdl)
+        if tp.size > 1:
+            home = tp.home_rows(x)
+            routed.x[: home.shape[0]].copy_(home)
+            residual = torch.zeros_like(routed.x)
+            residual[: home.shape[0]].copy_(tp.home_rows(b.residual))
+            normed = torch.empty_like(residual)
+            num_tokens = torch.div(num_tokens - tp.rank + tp.size - 1, tp.size, rounding_mode="floor")
+        logits = b.router_logits[:num_home]
+        router_logits(
+            routed.x, layer.router, logits, schedule=table.router(num_home, config.hidden_size), pdl=pdl
+        )
+        topk(
+            logits, num_tokens, config.num_experts_per_tok, config.norm_topk_prob,
+            routed.ids, routed.weights, routed.slot_table, schedule=table.topk(num_home), pdl=pdl,
+        )  # fmt: skip
+        experts.run(layer.layer_idx, layer.experts, shape, num_tokens, residual, next_norm, normed, pdl=pdl)
+        if tp.size > 1:
+            count = len(range(tp.rank, m, tp.size))
+            both = tp.gather_home_rows(torch.cat([residual[:count], normed[:count]], 1), m)
+            b.residual.copy_(both[:, : config.hidden_size])
+            b.normed.copy_(both[:, config.hidden_size :])
 
     def _gemm(
         self,
@@ -318,45 +399,20 @@ class CudaDecoder:
         dense_gemm(x, w, out, parts=parts, bias=bias, schedule=schedule, pdl=self.pdl)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[rows, vocab]`` float32 from ``[rows, hidden]``."""
+        """``[rows, vocab]`` float32 from ``[rows, hidden]``, on every rank of the group."""
         out = torch.empty(hidden.shape[0], self.config.vocab_size, dtype=torch.float32, device=self.device)
-        self._gemm(hidden.contiguous(), self.lm_head, out)
+        self._logits(hidden.contiguous(), out, self.tensor_parallel)
         return out
 
-
-class _Layer:
-    """One layer's weights on the device."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer_idx: int,
-        load: Callable[[str, int], torch.Tensor],
-        read: ExpertReader,
-        local_experts: SequenceOf[int] | None,
-        device: torch.device,
-    ) -> None:
-        self.layer_idx = layer_idx
-        self.window = config.sliding_windows[layer_idx]
-        self.input_norm = load("input_norm", layer_idx).float()
-        self.post_attention_norm = load("post_attention_norm", layer_idx).float()
-        self.qkv = torch.cat([load(role, layer_idx) for role in ("q_proj", "k_proj", "v_proj")])
-        self.o_proj = load("o_proj", layer_idx)
-        self.qkv_bias: torch.Tensor | None = None
-        self.o_bias: torch.Tensor | None = None
-        if config.attention_bias:
-            self.qkv_bias = torch.cat([load(role, layer_idx) for role in ("q_bias", "k_bias", "v_bias")])
-            self.o_bias = load("o_bias", layer_idx)
-        self.q_norm = load("q_norm", layer_idx).float() if config.qk_norm else None
-        self.k_norm = load("k_norm", layer_idx).float() if config.qk_norm else None
-        self.router = load("router", layer_idx)
-        self.experts = LayerExperts.load(
-            config,
-            range(config.num_experts) if local_experts is None else local_experts,
-            lambda role, expert: read(role, layer_idx, expert),
-            self.qkv.dtype,
-            device,
-        )
+    def _logits(self, normed: torch.Tensor, logits: torch.Tensor, tp: TensorParallel) -> None:
+        """Write ``[rows, vocab]``; the group's ranks have a share of the vocabulary each."""
+        if tp.size == 1:
+            self._gemm(normed, self.lm_head, logits)
+            return
+        own = logits.new_empty(normed.shape[0], self.lm_head.shape[0])
+        self._gemm(normed, self.lm_head, own)
+        bounds = self.vocab_bounds
+        logits.copy_(tp.gather_columns(own, [bounds[r + 1] - bounds[r] for r in range(tp.size)]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

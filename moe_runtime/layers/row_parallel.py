@@ -20,7 +20,7 @@ from moe_runtime.comm.all_reduce import all_reduce
 from moe_runtime.comm.tensor_parallel import TensorParallel
 from moe_runtime.kernels.gemm import PARTS, PackedWeight, linear, linear_fp32, pack_weight
 
-__all__ = ["Level", "RowParallel", "row_parallel_shape", "shard_width"]
+__all__ = ["Level", "RowParallel", "adds_shards", "row_parallel_shape", "shard_width"]
 
 Level = Literal["topology", "batch"]
 
@@ -46,7 +46,7 @@ class RowParallel:
         self.dtype = dtype
         self.tensor_parallel = tensor_parallel
         self.num_features = weight.shape[1]
-        self.adds = _adds(tensor_parallel.size, level)
+        self.adds = adds_shards(tensor_parallel.size, level)
         self.column_bounds = tensor_parallel.bounds(weight.shape[0])
         self.weight = self._pack(weight)
 
@@ -74,11 +74,11 @@ class RowParallel:
 
 def row_parallel_shape(num_in: int, num_out: int, tp: int, level: Level) -> tuple[int, int, str]:
     """(K, N, role) of the GEMM that one rank runs, of its widest share; a role in one part where K is one part."""
-    if _adds(tp, level):
+    if adds_shards(tp, level):
         return shard_width(num_in, tp), num_out, "column"
     return num_in, -(-num_out // tp), "row"
 
 
-def _adds(tp: int, level: Level) -> bool:
-    """Whether ranks add their shards' sums; else they gather features."""
+def adds_shards(tp: int, level: Level) -> bool:
+    """Whether ranks add the sums of their shards of K; else they gather features."""
     return tp > 1 and (level == "batch" or tp == PARTS["row"])

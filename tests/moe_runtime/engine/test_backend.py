@@ -83,12 +83,6 @@ def test_a_rank_without_a_gpu_of_its_own_is_refused(folder, pretended_gpu, monke
     assert plan.device == torch.device("cuda", 1)
 
 
-def test_tensor_parallel_groups_on_gpus_are_refused_by_name(folder, pretended_gpu):
-    pretended_gpu(80 << 30)
-    with pytest.raises(ValueError, match=r"tp \(2\) is not implemented on the GPU yet; set device to cpu"):
-        plan_model(EngineConfig(model=str(folder), tp=2), RankGroup(rank=0, size=2))
-
-
 def test_a_missing_triton_is_named_before_weights_are_read(folder, pretended_gpu, monkeypatch):
     pretended_gpu(80 << 30)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

@@ -14,6 +14,7 @@ from moe_runtime.engine.runner import LaunchedStep, Runner
 from moe_runtime.engine.sampler import ScoredRow
 from moe_runtime.engine.scheduler import ScheduledChunk
 from moe_runtime.engine.sequence import UNKNOWN_TOKEN, Sequence
+from moe_runtime.engine.step_plan import StepPlan
 
 
 class LateRunner(Runner):
@@ -45,6 +46,9 @@ class LateRunner(Runner):
         for sequence in unknown:
             sequence.token_ids[-1] = UNKNOWN_TOKEN
         return LaunchedStep(step.rows, lambda: results)
+
+    def follow(self, plan: StepPlan, tokens_per_rank: SequenceOf[int], *, is_decode: bool) -> None:
+        raise AssertionError("nobody follows one rank")
 
 
 def _requests() -> tuple[list[list[int]], list[SamplingParams]]:

@@ -82,3 +82,29 @@ def run_collective(context: RankContext, folder: str, homes: list[int]):
 def test_ranks_that_exchange_rows_have_the_bits_of_one(ranks, folder, expected, homes):
     for found in ranks(3, run_collective, str(folder), homes):
         assert found == expected
+
+
+def run_tensor_parallel(context: RankContext, folder: str, tp: int):
+    llm = gpu_llm(Path(folder), group=context.group, dispatcher="collective", tp=tp, **LIMITS)
+    return outputs(llm)
+
+
+@pytest.mark.parametrize(("size", "tp"), [(2, 2), (4, 2), (4, 4)])
+def test_ranks_that_share_the_attention_have_the_bits_of_one(ranks, folder, expected, size, tp):
+    for found in ranks(size, run_tensor_parallel, str(folder), tp):
+        assert found == expected
+
+
+def run_both_levels(context: RankContext, folder: str):
+    found = []
+    for level in ("topology", "batch"):
+        options = {"dispatcher": "collective", "tp": 4, "dtype": "float32", "invariance": level, **LIMITS}
+        found.append(outputs(gpu_llm(Path(folder), group=context.group, **options)))
+    return found
+
+
+def test_control_at_level_batch_a_shard_is_one_part(ranks, folder):
+    in_float32 = outputs(gpu_llm(folder, dtype="float32", **LIMITS))
+    for topology, batch in ranks(4, run_both_levels, str(folder)):
+        assert topology == in_float32
+        assert batch != in_float32
