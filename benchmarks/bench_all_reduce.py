@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,10 +22,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm
 import triton
+from rank_timing import Ranks
 
-from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.symmetric_all_reduce import SymmetricAllReduce
-from moe_runtime.comm.symmetric_memory import SymmetricSpace, carved_bytes, keep_multicast_off
+from moe_runtime.comm.symmetric_memory import SymmetricSpace, carved_bytes
 from moe_runtime.kernels.all_reduce_triton import AllReduceSchedule, all_reduce_reference, prefers_one_shot
 from moe_runtime.kernels.peer_flags_triton import PeerFlags, count_step
 
@@ -36,7 +34,6 @@ LINK_GBPS = 365.0
 SHAPES = [(1, 2048), (128, 2048), (4096, 2048)]
 CALLS, CALLS_LARGE = 48, 8
 LARGE_ELEMENTS = 1 << 20
-REPLAYS, WARM_UP = 9, 2
 MUST_US = {((128, 2048), torch.bfloat16): 5.5, ((128, 2048), torch.float32): 7.0}
 
 OTHER_SCHEDULES = {
@@ -47,44 +44,6 @@ OTHER_SCHEDULES = {
 """(block, warps, most programs) beside the usual one, by elements."""
 
 Row = dict[str, Any]
-
-
-class Ranks:
-    """This rank's device and group."""
-
-    def __init__(self) -> None:
-        keep_multicast_off()
-        self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(self.device)
-        dist.init_process_group("cpu:gloo,cuda:nccl")
-        self.group = RankGroup(rank=dist.get_rank(), size=dist.get_world_size())
-        self.stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-
-    def meet(self) -> None:
-        """All ranks' GPUs are idle."""
-        torch.cuda.synchronize()
-        self.group.all_gather_bytes(b"")
-
-    def graph_us(self, launch: Callable[[], None], num_calls: int) -> float:
-        """Microseconds per call of a launch that makes ``num_calls``: the slowest rank's median."""
-        self.meet()
-        with torch.cuda.stream(self.stream):
-            launch()
-            self.stream.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
-                launch()
-        self.meet()
-        event = partial(torch.cuda.Event, enable_timing=True)
-        marks = [(event(), event()) for _ in range(REPLAYS + WARM_UP)]
-        with torch.cuda.stream(self.stream):
-            for start, end in marks:
-                start.record(self.stream)
-                graph.replay()
-                end.record(self.stream)
-        self.meet()
-        median = statistics.median(1e3 * start.elapsed_time(end) for start, end in marks[WARM_UP:])
-        return float(self.group.all_gather(torch.tensor([median])).max()) / num_calls
 
 
 def floor_us(num_elements: int, part_dtype: torch.dtype, size: int) -> float:

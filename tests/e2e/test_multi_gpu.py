@@ -9,7 +9,6 @@ show that a buffer is reused too early. Each has a control that must go wrong.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,10 +30,12 @@ from moe_runtime.comm.symmetric_memory import SymmetricSpace, carved_bytes, keep
 from moe_runtime.kernels.all_reduce_triton import _pause, all_reduce_reference
 from moe_runtime.kernels.peer_flags_triton import PeerFlags, count_step, peer_barrier
 from moe_runtime.kernels.trees import tree_sum
+from tests.benchmark_modules import load_benchmark_module
 from tests.bits import HOSTILE_KINDS, assert_bits_equal, hostile
-from tests.ranks import RankContext, RankPool
+from tests.gpu_ranks import NUM_GPUS, captured, gpu_ranks
+from tests.ranks import RankContext
 
-NUM_GPUS = torch.cuda.device_count()
+draw_pauses = load_benchmark_module("dispatch_race").draw_pauses
 
 pytestmark = [
     pytest.mark.multigpu,
@@ -44,7 +45,6 @@ pytestmark = [
 SIZES = [size for size in (2, 3, 4, 6, 8) if size <= max(2, NUM_GPUS)]
 BF16, FP32 = torch.bfloat16, torch.float32
 
-PAUSES_NS = (0, 0, 2_000, 10_000, 30_000)
 NUM_REPLAYS = 200
 LARGE = 128 * 2048
 CALLS = [
@@ -53,25 +53,12 @@ CALLS = [
 ]  # fmt: skip
 """Elements of each call of a step, and whether it goes in one shot; an odd number."""
 NUM_ROUNDS = 16
-TIMEOUT_S = 150.0
 
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Callable[..., list[Any]]]:
-    """As the usual one, with a pool for each number of ranks: torch remembers a group's members by its name."""
-    pools: dict[int, RankPool] = {}
-
-    def run(size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        pool = pools.setdefault(size, RankPool())
-        try:
-            return pool.run(size, fn, *args, timeout_s=TIMEOUT_S)
-        except BaseException:
-            pool.shutdown()
-            raise
-
-    yield run
-    for pool in pools.values():
-        pool.shutdown()
+    with gpu_ranks() as run:
+        yield run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,14 +76,7 @@ class Peers:
         count_step(self.counter, self.live)
 
     def captured(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """A graph of the launches, after one step of them."""
-        launch()
-        torch.cuda.synchronize()
-        self.group.all_gather_bytes(b"")
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            launch()
-        return graph
+        return captured(self.group, launch)
 
 
 def open_peers(context: RankContext, num_channels: int, num_bytes: int) -> Peers:
@@ -122,14 +102,6 @@ def reducer_of(
     )  # fmt: skip
     peers.space.check_layout()
     return reducer
-
-
-def draw_pauses(replay: int, rank: int, size: int, count: int) -> torch.Tensor:
-    """Random pauses of every rank, or of one in turn."""
-    chosen = random.Random(replay * size + rank)
-    who = replay % (size + 1)
-    pauses = [chosen.choice(PAUSES_NS) if who in (size, rank) else 0 for _ in range(count)]
-    return torch.tensor(pauses, dtype=torch.int32)
 
 
 # ---- bits
