@@ -1,4 +1,4 @@
-# make serve   start the server on NPROC ranks (flags of the server in ARGS)
+# make serve   start the server on NPROC ranks of DEVICE, by default 8 of the CPU (flags of the server in ARGS)
 # make test    run the tests that need no GPU and no patience
 # make lint    ruff, mypy, import contract
 # make wheel-check   build the wheel, install it aside, import every module from it
@@ -13,6 +13,7 @@ LOCK := requirements/lock.txt
 TRITON := requirements/triton.txt
 
 NPROC ?= 8
+DEVICE ?= cpu
 ARGS ?=
 PYTEST_ARGS ?=
 JOBS ?= 2
@@ -35,7 +36,7 @@ help:
 
 # torchrun spells the number of ranks --nproc-per-node: a bare --nproc is ambiguous to it.
 serve: $(STAMP)
-	$(BIN)/torchrun --nproc-per-node $(NPROC) -m moe_runtime.serve $(ARGS)
+	$(BIN)/torchrun --nproc-per-node $(NPROC) -m moe_runtime.serve --device $(DEVICE) $(ARGS)
 
 test: $(STAMP)
 	$(BIN)/pytest -n $(JOBS) --dist loadgroup -m "not slow and not gpu and not multigpu" $(PYTEST_ARGS)

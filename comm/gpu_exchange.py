@@ -103,10 +103,11 @@ class ExchangeSizes:
 
     @property
     def collective_bytes(self) -> int:
-        """Bytes of a rank's table, and of its rows on the way out and back."""
+        """Most bytes that a rank needs: its table and its rows, kept, and copies of both while they travel."""
         table = sum(carved_bytes(shape, dtype) for shape, dtype in self.table.values())
         row_bytes = self.max_rows * self.num_topk * self.hidden * self.dtype.itemsize
-        return table + 2 * self.size * row_bytes
+        # A table and what is sent into it, own rows; slot rows, what is sent of them, and what comes back.
+        return 2 * table + table // self.size + 3 * self.size * row_bytes
 
 
 class GpuExchange(ABC):
@@ -191,7 +192,9 @@ class SymmetricExchange(GpuExchange):
             self.flags = PeerFlags(
                 words=flags.local, offsets=flags.offsets, step=self._step[:1], rank=self.rank, size=self.size
             )
-        space.check_layout()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        space.check_layout()  # where the ranks meet: nobody writes to a table that is still being cleared
 
     def begin_step(self, *, pdl: bool) -> None:
         """Count the step."""
@@ -270,6 +273,10 @@ class CollectiveExchange(GpuExchange):
         )
         self._no_offsets = torch.zeros(self.size, dtype=torch.int64, device=device)
         self._ranks = torch.arange(self.size, dtype=torch.int64, device=device)
+        # The first move connects the ranks, which cannot be captured in a graph.
+        group.exchange(self._ranks, [1] * self.size, [1] * self.size)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
     def own_rows(self, shape: StepShape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Buffers of their own."""

@@ -65,6 +65,11 @@ def open_transport(
             f"dispatcher (deepep) must be auto, collective, symmetric or loopback with device {device_type}: DeepEP "
             "moves rows between GPUs only"
         )
+    if wanted == "deepep":
+        raise ValueError(
+            "dispatcher (deepep) must be auto, symmetric or collective: the engine's kernels do not run behind DeepEP "
+            f"yet (deep_ep {_deep_ep_version(group)} is installed)"
+        )
     if wanted == "loopback":
         if group.size > 1:
             raise ValueError(
@@ -94,11 +99,6 @@ def _between_gpus(
     control = group if isinstance(links, str) else replace(group, links=links)
     if wanted == "collective":
         return Transport("collective", "asked for", control)
-    if wanted == "deepep":
-        raise ValueError(
-            f"dispatcher (deepep) must be auto, symmetric or collective: the engine's kernels do not run behind DeepEP "
-            f"yet (deep_ep {_deep_ep_version(group)} is installed)"
-        )
     fault = peer_access_fault(group, device)
     if not fault:
         reason = "asked for" if wanted == "symmetric" else "every GPU reaches the memory of all others"

@@ -281,7 +281,7 @@ def _dispatch(  # type: ignore[no-untyped-def]
     row = tl.where(live, first_row + t, 0).to(tl.int64)
     sends = to != RANK or OWN or not live
     if FLAGS:
-        sends = sends and (to == RANK or tl.load(step) > 0)
+        sends = sends and (to == RANK or tl.load(step) != 0)
     if sends:
         position = (RANK * capacity + t).to(tl.int64)
         known = live & (k < K)

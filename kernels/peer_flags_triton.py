@@ -1,10 +1,10 @@
 """Flags in the memory of peer GPUs: how ranks tell each other, inside a step, that their rows are there.
 
 Every rank has a flag word per (channel, source rank) in its own memory, which the source alone writes, with the number
-of the step; a reader waits for a number at least as large, and nothing is ever reset. The step's number is one int32 on
-the device, counted up by a kernel at the start of each step, so a captured graph carries no number of its own. Number 0
-means that no peer takes part (a graph's warm-up, one process that plays all ranks): then nothing is raised and every
-wait is over at once.
+of the step; a reader waits for a number at least as large (by their difference, so that the number may wrap), and
+nothing is ever reset. The step's number is one int32 on the device, counted up by a kernel at the start of each step,
+so a captured graph carries no number of its own. Number 0 means that no peer takes part (a graph's rehearsal, one process
+that plays all ranks): then nothing is raised and every wait is over at once.
 
 Memory order: a program's stores, or those of earlier kernels, then ``bar.sync`` (or the kernel boundary), then
 ``st.release.sys`` by one thread per peer; ``ld.acquire.sys`` by one thread per source, then ``bar.sync``, then plain
@@ -52,7 +52,7 @@ class PeerFlags:
 
 
 def count_step(step: torch.Tensor, live: torch.Tensor, *, pdl: bool = False) -> None:
-    """``step = live * (step + 1)`` of a counter and its switch: 0 in a step without peers.
+    """``step = live * (step + 1)`` of a counter and its switch: 0 in a step without peers, and in no other.
 
     Args:
         step: ``[2]`` int32: the number in force, then the count; updated.
@@ -89,7 +89,7 @@ def raise_flags(  # type: ignore[no-untyped-def]
     The program's own stores, if any are to be seen, stand before a ``tl.debug_barrier``.
     """
     if SPIN:  # noqa: SIM102  # a constant of compilation
-        if value > 0:
+        if value != 0:
             own = words + channel * SIZE + RANK
             tl.inline_asm_elementwise(
                 """{ .reg .pred p; .reg .u32 t; .reg .u64 o, a; mov.u32 t, %tid.x;
@@ -113,7 +113,7 @@ def await_flags(words, channel, value, SIZE: tl.constexpr, SPIN: tl.constexpr): 
             setp.ge.u32 p, t, $3; @p bra D;
             mul.wide.u32 o, t, 4; add.u64 a, $1, o;
             L: ld.acquire.sys.global.b32 x, [a];
-            setp.lt.s32 p, x, $2; @p bra L;
+            sub.s32 x, x, $2; setp.lt.s32 p, x, 0; @p bra L;
             D: mov.u32 $0, 0; }""",
             "=r,l,r,r", [at, value, SIZE], dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
@@ -124,7 +124,8 @@ def await_flags(words, channel, value, SIZE: tl.constexpr, SPIN: tl.constexpr): 
 def _count(step, live, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
     wait_for_previous(PDL)
     is_live = tl.load(live)
-    count = tl.load(step + 1) + is_live
+    count = tl.load(step + 1)
+    count = tl.where(count == -1, is_live, count + is_live)  # a wrapped number skips 0
     tl.store(step + 1, count)
     tl.store(step, count * is_live)
 

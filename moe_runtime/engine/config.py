@@ -18,7 +18,7 @@ class EngineConfig:
         model: Folder of a checkpoint, a hub id, or ``builtin``.
         load_format: ``auto`` reads the checkpoint; ``dummy`` fills random weights from (tensor name, seed).
         dtype: Model dtype; ``auto`` takes the checkpoint's.
-        device: ``auto`` takes the GPU where there is one and one rank, else the CPU.
+        device: ``auto`` takes GPUs, one per rank, where there are any, else the CPU.
         max_model_len: Most tokens of prompt and output together; by default the model's own context length.
         max_num_seqs: Most sequences that a rank runs at once.
         max_num_batched_tokens: Most tokens that a rank runs in a step; longer prompts are run in chunks.
@@ -28,11 +28,11 @@ class EngineConfig:
         enforce_eager: Launch every kernel by itself, without CUDA graphs.
         audit_cache: Folder where ``moe-runtime audit`` keeps its results; by default moe-runtime in the user's cache
             folder.
-        dispatcher: What moves rows between ranks: ``collective`` (torch.distributed), ``symmetric`` (shared memory of
-            one host), or ``auto``, the second where all ranks can; ``loopback``: this one process plays
-            ``loopback_ranks`` ranks, on the CPU; ``deepep``: DeepEP, between GPUs only. The same bits by each.
+        dispatcher: What moves rows between ranks: ``collective`` (torch.distributed), ``symmetric`` (memory that all
+            ranks of one host see), or ``auto``, the second where all ranks can; ``loopback``: this one process plays
+            ``loopback_ranks`` ranks; ``deepep`` is refused with what is missing. The same bits by each.
         tp: Consecutive ranks that share the attention, dense layers and vocabulary of one batch; the number of ranks
-            must be a multiple. At level ``topology`` it changes no bit. CPU only.
+            must be a multiple. At level ``topology`` it changes no bit.
         loopback_ranks: Virtual ranks of the loopback dispatcher.
         invariance: ``topology``: a request's bits depend on nothing but the request, on any number of ranks.
             ``batch``: the same for one fixed deployment. Several CPU ranks then pre-sum the slots that each holds, so

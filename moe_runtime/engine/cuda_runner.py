@@ -95,14 +95,16 @@ class CudaRunner(Runner):
         self.graphs = DecodeGraphs(self._launch_decode) if use_graphs and self.device.type == "cuda" else None
 
     def capture_graphs(self, on_progress: Callable[[int, int], None] | None = None) -> None:
-        """Capture every bucket's usual variant ahead of the first request."""
+        """Capture every variant of every bucket ahead of the first request."""
         if self.graphs is None:
             return
         buckets = [bucket for bucket in DECODE_BUCKETS if bucket <= self.largest_decode]
-        for done, bucket in enumerate(buckets):
+        longest = self.max_blocks * BLOCK_SIZE
+        wanted = sorted({(b, self._attention_variant(length, b)) for b in buckets for length in (1, longest)})
+        for done, (bucket, variant) in enumerate(wanted):
             if on_progress is not None:
-                on_progress(done, len(buckets))
-            self._prepare_graph(bucket, "serial")
+                on_progress(done, len(wanted))
+            self._prepare_graph(bucket, variant)
 
     @torch.inference_mode()
     def launch(

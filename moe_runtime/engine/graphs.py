@@ -48,7 +48,8 @@ class DecodeGraphs:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._pool):
+            # Other threads (NCCL's watchdog) may ask the device about their own events meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 self._run(bucket, variant, False)
         except RuntimeError as error:
             raise RuntimeError(

@@ -139,6 +139,12 @@ def plan_model(
     ep_size = 1 if group is None else group.size
     if engine_config.dispatcher == "loopback":
         ep_size = engine_config.loopback_ranks
+    if device.type == "cuda":
+        _check_gpu_rows(config, engine_config.max_num_batched_tokens, ep_size)
+        if placement is not None and (placement.physical_to_logical_map != range(config.num_experts)).any():
+            raise ValueError(
+                "placement must hold every expert once, in ascending order, on GPUs: ids are not mapped there"
+            )
     placement = placement or contiguous_placement(config.num_experts, ep_size)
     if placement.ep_size != ep_size:
         raise ValueError(f"placement is for {placement.ep_size} ranks; must be for ep_size ({ep_size})")
@@ -370,6 +376,16 @@ def _check_gpu_model(config: ModelConfig) -> None:
     from moe_runtime.layers.cuda_decoder import check_supported  # needs Triton
 
     check_supported(config)
+
+
+def _check_gpu_rows(config: ModelConfig, max_rows: int, ep_size: int) -> None:
+    """Refuse steps whose rows kernels could not address with 32 bits."""
+    widest = max(ep_size * config.hidden_size, config.num_experts_per_tok * config.moe_intermediate_size)
+    most = (2**31 - 1) // widest
+    if max_rows > most:
+        raise ValueError(
+            f"max_num_batched_tokens ({max_rows}) must be at most {most} on GPUs for this model on {ep_size} ranks"
+        )
 
 
 def _architecture(device: torch.device) -> str:

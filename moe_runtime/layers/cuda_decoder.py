@@ -1,8 +1,8 @@
 """The decoder on one GPU: the same trees whether a step is a graph of decode rows or any mix of rows.
 
 Two forms run the model. ``decode`` takes one row per sequence, up to ``MAX_DECODE_ROWS``, and launches nine kernels a
-layer on buffers of fixed address, so that it can be captured in a graph. ``mixed`` takes any rows of any sequences.
-They differ in schedules alone: a row has the same bits in both.
+layer (eleven where ranks are several) on buffers of fixed address, so that it can be captured in a graph. ``mixed``
+takes any rows of any sequences. They differ in schedules alone: a row has the same bits in both.
 
 Several ranks may share the attention (``tensor_parallel``): a rank holds some heads, a part of o_proj (row_parallel.py
 has the tree) and of the vocabulary; all run the same M rows, and row i has its mixture-of-experts home on rank i mod t.
@@ -190,6 +190,9 @@ class CudaDecoder:
         ]
         norms = [layer.input_norm for layer in self.layers[1:]]
         self.next_norms = [*norms, load("final_norm").float()]
+        if tp.size > 1:
+            # The first move connects the ranks, which cannot be captured in a graph.
+            tp.gather_rows(torch.zeros(1, 1, device=device), [1] * tp.size)
         self._make_experts = make_experts or self._all_local
         self._make_buffers(max(max_rows, MAX_DECODE_ROWS))
         self.max_split_rows = max_split_rows(self.local, device)

@@ -80,4 +80,5 @@ def test_deepep_is_for_gpus_where_every_rank_has_it(ranks):
             ValueError, match=r"dispatcher \(deepep\) must be .* with device cpu: .* GPUs only"
         ):
             open_transport(RankGroup(size=size), "deepep")
-    assert open_transport(RankGroup(), "deepep", torch.device("cuda")).reason == "one rank: nothing travels"
+    with pytest.raises(ValueError, match=r"dispatcher \(deepep\)"):
+        open_transport(RankGroup(), "deepep", torch.device("cuda"))

@@ -38,3 +38,17 @@ def test_more_ranks_than_threads_that_wait_are_refused():
     nothing = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     with pytest.raises(ValueError, match=r"size \(33\) must be in \[1, 32\]"):
         PeerFlags(words=nothing, offsets=nothing, step=nothing, rank=0, size=33)
+
+
+def test_the_number_of_a_step_wraps_and_is_never_0_with_peers():
+    step = torch.tensor([0, 2**31 - 2], dtype=torch.int32, device=DEVICE)
+    live = torch.ones(1, dtype=torch.int32, device=DEVICE)
+    seen = []
+    for _ in range(2):
+        count_step(step, live)
+        seen.append(int(step[0]))
+    step[1] = -2
+    for _ in range(3):
+        count_step(step, live)
+        seen.append(int(step[0]))
+    assert seen == [2**31 - 1, -(2**31), -1, 1, 2]

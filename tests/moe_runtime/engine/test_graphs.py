@@ -50,7 +50,7 @@ def no_device(monkeypatch):
             self.replays += 1
 
     @contextlib.contextmanager
-    def capturing(graph, pool):
+    def capturing(graph, pool, capture_error_mode):
         pools.append(pool)
         yield
 
