@@ -3,8 +3,8 @@
 Every rank has a flag word per (channel, source rank) in its own memory, which the source alone writes, with the number
 of the step; a reader waits for a number at least as large (by their difference, so that the number may wrap), and
 nothing is ever reset. The step's number is one int32 on the device, counted up by a kernel at the start of each step,
-so a captured graph carries no number of its own. Number 0 means that no peer takes part (a graph's rehearsal, one process
-that plays all ranks): then nothing is raised and every wait is over at once.
+so a captured graph carries no number of its own. Number 0 means that no peer takes part (a graph's rehearsal, one
+process that plays all ranks): then nothing is raised and every wait is over at once.
 
 Memory order: a program's stores, or those of earlier kernels, then ``bar.sync`` (or the kernel boundary), then
 ``st.release.sys`` by one thread per peer; ``ld.acquire.sys`` by one thread per source, then ``bar.sync``, then plain

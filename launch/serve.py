@@ -21,7 +21,7 @@ from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.tensor_parallel import TensorParallel, open_tensor_parallel
 from moe_runtime.comm.transports import Transport, open_transport
 from moe_runtime.config import ServeConfig
-from moe_runtime.engine.backend import Deployment, plan_deployment, start_engine
+from moe_runtime.engine.backend import Deployment, exchange_buffer_bytes, plan_deployment, start_engine
 from moe_runtime.engine.kv_cache import kv_block_bytes
 from moe_runtime.engine.model_loader import NUMERICS_VERSION, ModelPlan, load_model, plan_model
 from moe_runtime.eplb.placement import contiguous_placement
@@ -163,6 +163,7 @@ def _serve(
         "tp_rank": tensor_parallel.rank,
         "dispatcher": transport.name,
         "dispatcher_reason": transport.reason,
+        "exchange_buffer_bytes": exchange_buffer_bytes(model, group),
         "num_self_check_comparisons": model.audit.num_comparisons,
         "start_s": round(time.monotonic() - start_s, 2),
     }

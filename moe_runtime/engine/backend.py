@@ -21,7 +21,7 @@ from moe_runtime.errors import CapacityError
 from moe_runtime.kernels.attention import BLOCK_SIZE
 from moe_runtime.layers.decoder import Decoder
 
-__all__ = ["Deployment", "plan_deployment", "start_engine"]
+__all__ = ["Deployment", "exchange_buffer_bytes", "plan_deployment", "start_engine"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +100,14 @@ def start_engine(
         model.plan.config.eos_token_ids,
         tensor_parallel,
     )
+
+
+def exchange_buffer_bytes(model: LoadedModel, group: RankGroup) -> int:
+    """Bytes of this rank's buffers that rows of other ranks travel through; those of CPU ranks grow with the largest
+    exchange so far."""
+    if isinstance(model.decoder, Decoder):
+        return 0 if group.links is None else group.links.num_buffer_bytes
+    return model.decoder.experts.num_bytes
 
 
 def _runner(

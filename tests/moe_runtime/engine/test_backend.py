@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moe_runtime.comm.groups import RankGroup
-from moe_runtime.engine.backend import plan_deployment, start_engine
+from moe_runtime.engine.backend import exchange_buffer_bytes, plan_deployment, start_engine
 from moe_runtime.engine.config import EngineConfig
 from moe_runtime.engine.cpu_runner import CpuRunner
 from moe_runtime.engine.kv_cache import default_num_blocks, gpu_num_blocks
@@ -157,3 +157,15 @@ def test_rows_that_kernels_cannot_address_and_moved_experts_are_refused_on_gpus(
         ValueError, match="placement must hold every expert once, in ascending order, on GPUs"
     ):
         plan_model(EngineConfig(model=str(folder)), placement=moved)
+
+
+def test_buffers_of_the_exchange_are_reported_in_bytes(folder):
+    from tests.gpu_engine import gpu_llm
+
+    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "kv_cache_blocks": 4}
+    alone = gpu_llm(folder, **limits)
+    assert exchange_buffer_bytes(alone.model, alone.group) == 0
+    virtual = gpu_llm(folder, dispatcher="loopback", loopback_ranks=2, **limits)
+    assert exchange_buffer_bytes(virtual.model, virtual.group) == virtual.model.decoder.experts.num_bytes > 0
+    on_cpu = LLM(str(folder), device="cpu", **limits)
+    assert exchange_buffer_bytes(on_cpu.model, on_cpu.group) == 0
