@@ -24,6 +24,7 @@ from moe_runtime.comm.symmetric_memory import SymmetricSpace, carved_bytes
 from moe_runtime.kernels.dispatch_triton import RowHomes, TableSlice, TokenTable, dispatch_rows
 from moe_runtime.kernels.norm_triton import RowSources
 from moe_runtime.kernels.peer_flags_triton import PeerFlags, count_step
+from moe_runtime.kernels.presum_triton import presum_rows
 
 __all__ = [
     "CollectiveExchange",
@@ -68,6 +69,7 @@ class ExchangeSizes:
         max_rows: Most tokens of a rank in a step.
         hidden, num_topk, num_layers: H, K and the layers with experts.
         dtype: Model dtype.
+        presums: A rank adds the slots that it holds of a token before they travel.
     """
 
     size: int
@@ -76,6 +78,12 @@ class ExchangeSizes:
     num_topk: int
     num_layers: int
     dtype: torch.dtype
+    presums: bool = False
+
+    @property
+    def rows_home(self) -> int:
+        """Rows that come home of each token."""
+        return self.size if self.presums else self.num_topk
 
     @property
     def table(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -92,7 +100,7 @@ class ExchangeSizes:
         """Shapes of everything that peers write."""
         return {
             **self.table,
-            "rows": ((self.max_rows, self.num_topk, self.hidden), self.dtype),
+            "rows": ((self.max_rows, self.rows_home, self.hidden), self.dtype),
             "flags": ((2 * self.num_layers, self.size), torch.int32),
         }
 
@@ -105,7 +113,8 @@ class ExchangeSizes:
     def collective_bytes(self) -> int:
         """Most bytes that a rank needs: its table and its rows, kept, and copies of both while they travel."""
         table = sum(carved_bytes(shape, dtype) for shape, dtype in self.table.values())
-        row_bytes = self.max_rows * self.num_topk * self.hidden * self.dtype.itemsize
+        rows_home = 1 if self.presums else self.num_topk
+        row_bytes = self.max_rows * rows_home * self.hidden * self.dtype.itemsize
         # A table and what is sent into it, own rows; slot rows, what is sent of them, and what comes back.
         return 2 * table + table // self.size + 3 * self.size * row_bytes
 
@@ -119,13 +128,18 @@ class GpuExchange(ABC):
         flags: How ranks wait for each other inside a step, where they do; channel ``2 * layer`` says that rows are in
             the tables, the next one that expert rows are home.
         num_bytes: Of the buffers.
+        presums: ``down`` writes rows here, ``presum`` adds and sends them.
     """
 
     rank: int
     size: int
     first_expert: torch.Tensor
+    _ranks: torch.Tensor
+    _own_experts: tuple[int, int]
     flags: PeerFlags | None = None
     num_bytes: int
+    presums: bool = False
+    _unsummed: torch.Tensor | None = None
 
     def begin_step(self, *, pdl: bool) -> None:  # noqa: B027  # most have nothing to do
         """Before the first layer."""
@@ -147,6 +161,48 @@ class GpuExchange(ABC):
     @abstractmethod
     def targets(self, shape: StepShape, piece: TableSlice) -> tuple[torch.Tensor, RowHomes]:
         """Where ``down`` writes the pairs of a slice of the table."""
+
+    def presum(self, shape: StepShape, piece: TableSlice, ids: torch.Tensor, *, pdl: bool) -> None:
+        """After ``down`` on a slice: add the slots held here of each token and send the sums; where ``presums`` is off,
+        nothing.
+
+        Args:
+            shape: Of the step.
+            piece: The slice.
+            ids: ``[P, K]`` of its rows.
+            pdl: Dependent launch.
+        """
+        if self.presums:
+            rows = self._unsummed_rows(ids.shape[0], ids.shape[1])
+            partials, homes = self._partials(shape, piece)
+            presum_rows(rows, ids, partials, homes, self._own_experts, pdl=pdl)
+
+    def _unsummed_rows(self, num_rows: int, num_topk: int) -> torch.Tensor:
+        """``[P, K, H]`` of this rank's own memory, as large as the largest slice so far."""
+        hidden, dtype = self._row_shape
+        if self._unsummed is None or self._unsummed.shape[0] < num_rows:
+            self._unsummed = torch.zeros(
+                num_rows, num_topk, hidden, dtype=dtype, device=self.first_expert.device
+            )
+        return self._unsummed[:num_rows]
+
+    def _local_targets(self, piece: TableSlice, num_topk: int) -> tuple[torch.Tensor, RowHomes]:
+        """Rows of a slice by their place in it."""
+        hidden, _ = self._row_shape
+        rows = self._unsummed_rows(self.size * piece.num_tokens, num_topk)
+        offsets = self._ranks * (piece.num_tokens * num_topk * hidden)
+        return rows, RowHomes(
+            offsets=offsets, slice=TableSlice(num_tokens=piece.num_tokens, capacity=piece.num_tokens)
+        )
+
+    @property
+    @abstractmethod
+    def _row_shape(self) -> tuple[int, torch.dtype]:
+        """H and the model dtype."""
+
+    @abstractmethod
+    def _partials(self, shape: StepShape, piece: TableSlice) -> tuple[torch.Tensor, RowHomes]:
+        """This rank's place in the partial rows of its own memory, and the way to that of each home."""
 
     @abstractmethod
     def collect(self, shape: StepShape) -> tuple[torch.Tensor, RowSources | None]:
@@ -184,6 +240,9 @@ class SymmetricExchange(GpuExchange):
         }
         device = self._buffers["x"].local.device
         self.first_expert = torch.tensor(first_expert, dtype=torch.int32, device=device)
+        self._ranks = torch.arange(self.size, dtype=torch.int64, device=device)
+        self._own_experts = (first_expert[self.rank], first_expert[self.rank + 1])
+        self.presums, self._num_topk = sizes.presums, sizes.num_topk
         self._buffers["ids"].local.fill_(-1)
         self._step = torch.zeros(2, dtype=torch.int32, device=device)
         self._live = torch.full((1,), int(live), dtype=torch.int32, device=device)
@@ -233,12 +292,28 @@ class SymmetricExchange(GpuExchange):
 
     def targets(self, shape: StepShape, piece: TableSlice) -> tuple[torch.Tensor, RowHomes]:
         """The own slot rows and the way to all others."""
+        if self.presums:
+            return self._local_targets(piece, self._num_topk)
         rows = self._buffers["rows"]
         return rows.local[: shape.capacity], RowHomes(offsets=rows.offsets, slice=piece)
 
+    @property
+    def _row_shape(self) -> tuple[int, torch.dtype]:
+        rows = self._buffers["rows"].local
+        return rows.shape[2], rows.dtype
+
+    def _partials(self, shape: StepShape, piece: TableSlice) -> tuple[torch.Tensor, RowHomes]:
+        """Row t of rank r stands at ``[t, r]`` of the home's rows."""
+        rows = self._buffers["rows"]
+        return rows.local[: shape.capacity, self.rank], RowHomes(offsets=rows.offsets, slice=piece)
+
     def collect(self, shape: StepShape) -> tuple[torch.Tensor, RowSources | None]:
-        """The own slot rows."""
-        return self._buffers["rows"].local[: shape.tokens_per_rank[self.rank]], None
+        """The own slot rows, or the ranks' partial ones."""
+        rows = self._buffers["rows"].local[: shape.tokens_per_rank[self.rank]]
+        if not self.presums:
+            return rows, None
+        _, ids, _ = self.own_rows(shape)
+        return rows, RowSources(ids=ids, first_expert=self.first_expert, partials=(self.size, 1))
 
 
 class CollectiveExchange(GpuExchange):
@@ -268,8 +343,14 @@ class CollectiveExchange(GpuExchange):
             name: torch.zeros(shape, dtype=dtype, device=device)
             for name, (shape, dtype) in sizes.table.items()
         }
+        self.presums, self._num_topk = sizes.presums, sizes.num_topk
+        self._own_experts = (first_expert[self.rank], first_expert[self.rank + 1])
         self._rows = torch.zeros(
-            sizes.size * sizes.max_rows, sizes.num_topk, sizes.hidden, dtype=sizes.dtype, device=device
+            sizes.size * sizes.max_rows,
+            1 if sizes.presums else sizes.num_topk,
+            sizes.hidden,
+            dtype=sizes.dtype,
+            device=device,
         )
         self._no_offsets = torch.zeros(self.size, dtype=torch.int64, device=device)
         self._ranks = torch.arange(self.size, dtype=torch.int64, device=device)
@@ -311,18 +392,33 @@ class CollectiveExchange(GpuExchange):
 
     def targets(self, shape: StepShape, piece: TableSlice) -> tuple[torch.Tensor, RowHomes]:
         """By position, to be sent afterwards."""
+        if self.presums:
+            return self._local_targets(piece, self._num_topk)
         per_rank = shape.capacity * self._rows.shape[1] * self._rows.shape[2]
         return self._rows[: self.size * shape.capacity], RowHomes(offsets=self._ranks * per_rank, slice=piece)
 
+    @property
+    def _row_shape(self) -> tuple[int, torch.dtype]:
+        return self._rows.shape[2], self._rows.dtype
+
+    def _partials(self, shape: StepShape, piece: TableSlice) -> tuple[torch.Tensor, RowHomes]:
+        """By position, to be sent afterwards."""
+        rows = self._rows[: shape.capacity, 0]
+        per_rank = shape.capacity * self._rows.shape[2]
+        return rows, RowHomes(offsets=self._ranks * per_rank, slice=piece)
+
     def collect(self, shape: StepShape) -> tuple[torch.Tensor, RowSources | None]:
-        """Every rank sends each home all slots of its tokens; those of experts elsewhere hold anything."""
+        """Every rank sends each home all slots of its tokens, or a sum; those of experts elsewhere hold anything."""
         count = shape.tokens_per_rank[self.rank]
         used = self._rows[: self.size * shape.capacity].view(self.size, shape.capacity, *self._rows.shape[1:])
         pieces = [rows[:tokens] for rows, tokens in zip(used, shape.tokens_per_rank, strict=True)]
         exact = set(shape.tokens_per_rank) == {shape.capacity}
         sent = self._rows[: self.size * shape.capacity] if exact else torch.cat(pieces)
         received = self._group.exchange(sent, list(shape.tokens_per_rank), [count] * self.size)
-        return received, RowSources(ids=self._own["ids"][:count], first_expert=self.first_expert)
+        partials = (1, count) if self.presums else None
+        return received, RowSources(
+            ids=self._own["ids"][:count], first_expert=self.first_expert, partials=partials
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

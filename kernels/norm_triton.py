@@ -47,15 +47,18 @@ MERGED_PARTS = (1, 2, 3, 4)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSources:
-    """Which rank sent the row of a slot.
+    """Which rank sent the row of a slot, or the sum of its slots' rows.
 
     Attributes:
         ids: ``[M, K]`` int32 physical expert ids.
         first_expert: ``[W + 1]`` int32, exclusive prefix sums of physical experts per rank.
+        partials: Strides, in rows, of tokens and of ranks in rows that hold each rank's sum of the slots it holds
+            (presum_triton.py); None where they hold slots.
     """
 
     ids: torch.Tensor
     first_expert: torch.Tensor
+    partials: tuple[int, int] | None = None
 
 
 def norm_warps(hidden: int) -> int:
@@ -173,7 +176,7 @@ def combine_residual_norm(
 
     Args:
         rows: ``[M, K, H]`` weighted expert rows in slot order, model dtype, contiguous; with ``sources`` what each
-            rank sent, ``[W * M, K, H]``.
+            rank sent, ``[W * M, K, H]``, or at least M rows ``[..., W, H]`` of partial sums.
         residual, weight, eps, residual_out, normed_out, pdl: As for ``merge_residual_norm``.
         flags: Where given, raise ``channel`` first and wait for it from all ranks: peers write ``rows``.
         channel: Of the combine.
@@ -192,7 +195,10 @@ def combine_residual_norm(
         ids=nothing if sources is None else sources.ids,
         first_expert=nothing if sources is None else sources.first_expert,
         source_rows=residual.shape[0],
-        SLOTS=rows.shape[1],
+        SLOTS=rows.shape[1] if sources is None else sources.ids.shape[1],
+        PARTIALS=sources is not None and sources.partials is not None,
+        token_stride=1 if sources is None or sources.partials is None else sources.partials[0],
+        rank_stride=1 if sources is None or sources.partials is None else sources.partials[1],
         FLAGS=flags is not None,
         RANK=0 if flags is None else flags.rank,
         SIZE=1 if flags is None else flags.size,
@@ -415,12 +421,36 @@ def _slot_row(  # type: ignore[no-untyped-def]
     return at.to(tl.int64) * H
 
 
-@triton.jit(do_not_specialize=["channel", "source_rows"], launch_metadata=_norm_cost)
+@triton.jit
+def _partial_sum(  # type: ignore[no-untyped-def]
+    branch, row_id, ids, first_expert, token_stride, rank_stride, column, mask,
+    SLOTS: tl.constexpr, SOURCES: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows of the ranks that hold a slot of the token, in rank order, from the first on."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    started = tl.full([], 0, tl.int32)
+    for rank in range(SOURCES):
+        low = tl.load(first_expert + rank)
+        high = tl.load(first_expert + rank + 1)
+        held = tl.full([], 0, tl.int32)
+        for slot in tl.static_range(SLOTS):
+            expert = tl.load(ids + row_id * SLOTS + slot)
+            held = held | ((expert >= low) & (expert < high)).to(tl.int32)
+        at = (row_id * token_stride + rank * rank_stride).to(tl.int64) * H
+        value = tl.load(branch + at + column, mask=mask & (held > 0), other=0.0).to(tl.float32)
+        total = tl.where(held > 0, tl.where(started > 0, total + value, value), total)
+        started = started | held
+    return total
+
+
+@triton.jit(
+    do_not_specialize=["channel", "source_rows", "token_stride", "rank_stride"], launch_metadata=_norm_cost
+)
 def _combine_kernel(  # type: ignore[no-untyped-def]
     branch, residual, weight, residual_out, normed_out, eps, words, offsets, step, channel, ids, first_expert,
-    source_rows, SLOTS: tl.constexpr, FLAGS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
-    SOURCES: tl.constexpr, SPIN: tl.constexpr, NORM: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    source_rows, token_stride, rank_stride, PARTIALS: tl.constexpr, SLOTS: tl.constexpr, FLAGS: tl.constexpr,
+    RANK: tl.constexpr, SIZE: tl.constexpr, SOURCES: tl.constexpr, SPIN: tl.constexpr, NORM: tl.constexpr,
+    H: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, BLOCK)
     mask = column < H
@@ -432,9 +462,25 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
             raise_flags(words, offsets, channel, value, RANK, SIZE, SPIN)
         await_flags(words, channel, value, SIZE, SPIN)
     row_id = tl.program_id(0).to(tl.int64)
-    first = _slot_row(row_id, 0, ids, first_expert, source_rows, SLOTS, SOURCES, H)
-    total = tl.load(branch + first + column, mask=mask, other=0.0).to(tl.float32)
-    for slot in tl.static_range(1, SLOTS):
-        at = _slot_row(row_id, slot, ids, first_expert, source_rows, SLOTS, SOURCES, H)
-        total += tl.load(branch + at + column, mask=mask, other=0.0).to(tl.float32)
+    if PARTIALS:
+        total = _partial_sum(
+            branch,
+            row_id,
+            ids,
+            first_expert,
+            token_stride,
+            rank_stride,
+            column,
+            mask,
+            SLOTS,
+            SOURCES,
+            H,
+            BLOCK,
+        )
+    else:
+        first = _slot_row(row_id, 0, ids, first_expert, source_rows, SLOTS, SOURCES, H)
+        total = tl.load(branch + first + column, mask=mask, other=0.0).to(tl.float32)
+        for slot in tl.static_range(1, SLOTS):
+            at = _slot_row(row_id, slot, ids, first_expert, source_rows, SLOTS, SOURCES, H)
+            total += tl.load(branch + at + column, mask=mask, other=0.0).to(tl.float32)
     _finish(total, residual, residual_out, normed_out, gain, eps, row_id * H, column, mask, NORM, H)

@@ -63,6 +63,7 @@ def exchange_sizes(plan: ModelPlan, size: int, max_rows: int) -> ExchangeSizes:
         num_topk=config.num_experts_per_tok,
         num_layers=config.num_layers,
         dtype=plan.torch_dtype,
+        presums=plan.multiple_reduction.enabled,
     )
 
 

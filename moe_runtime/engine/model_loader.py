@@ -154,7 +154,7 @@ def plan_model(
         len(placement.physical_to_logical_map) - placement.num_logical_experts,
         0,
         ep_size=ep_size,
-        transport_can=device.type == "cpu",
+        transport_can=True,
     )
     with _open(model_dir, dtype, engine_config, tensor_specs(config), device) as source:
         identity = f"{source.fingerprint()} {dtype} {NUMERICS_VERSION} {_architecture(device)}"

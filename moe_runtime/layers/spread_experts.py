@@ -192,7 +192,7 @@ class LoopbackExperts(Experts):
             )
         for home, exchange in zip(homes, self.exchanges, strict=True):
             if home.stop > home.start:
-                rows, _ = exchange.collect(virtual)
+                rows, sources = exchange.collect(virtual)
                 combine_residual_norm(
                     rows,
                     residual[home],
@@ -200,6 +200,7 @@ class LoopbackExperts(Experts):
                     self.config.rms_norm_eps,
                     residual[home],
                     normed[home],
+                    sources=sources,
                     pdl=pdl,
                 )
 
@@ -242,6 +243,7 @@ def _run_table(
             weights, table.x, table.ids, table.weights, slot_table, rows, homes, _waiting(schedules),
             expert_offset, pdl,
         )  # fmt: skip
+        exchange.presum(shape, whole, table.ids, pdl=pdl)
         return
     if flags is not None:
         peer_barrier(flags, channel, pdl=pdl)
@@ -255,6 +257,7 @@ def _run_table(
             weights, table.x, ids, piece.of(table.weights), rows, homes, scratch.gathered(ids.numel()),
             expert_offset, pdl, source=piece,
         )  # fmt: skip
+        exchange.presum(shape, piece, ids, pdl=pdl)
 
 
 def _waiting(schedules: ExpertSchedules) -> ExpertSchedules:

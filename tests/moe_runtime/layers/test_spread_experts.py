@@ -108,3 +108,29 @@ def test_control_at_level_batch_a_shard_is_one_part(ranks, folder):
     for topology, batch in ranks(4, run_both_levels, str(folder)):
         assert topology == in_float32
         assert batch != in_float32
+
+
+def run_presummed(context: RankContext, folder: str):
+    options = {"dispatcher": "collective", "invariance": "batch", **LIMITS}
+    llm = gpu_llm(Path(folder), group=context.group, **options)
+    assert llm.model.plan.multiple_reduction.enabled
+    return outputs(llm), [outputs_of(llm, [i])[0] for i in range(len(PROMPTS))]
+
+
+def outputs_of(llm, which):
+    return [
+        (tuple(result.outputs[0].token_ids), result.outputs[0].logprobs)
+        for result in llm.generate([PROMPTS[i] for i in which], [PARAMS] * len(which))
+    ]
+
+
+def test_rows_added_before_they_travel_are_those_of_one_deployment(ranks, folder, expected):
+    virtual = gpu_llm(folder, dispatcher="loopback", loopback_ranks=3, invariance="batch", **LIMITS)
+    together = outputs(virtual)
+    assert together != expected, "level batch rounds between ranks"
+    assert [outputs_of(virtual, [i])[0] for i in range(len(PROMPTS))] == together
+    for found, alone in ranks(3, run_presummed, str(folder)):
+        assert found == together
+        assert alone == together
+    other = gpu_llm(folder, dispatcher="loopback", loopback_ranks=2, invariance="batch", **LIMITS)
+    assert outputs(other) != together
