@@ -14,12 +14,15 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, fields, replace
 
 import msgspec
+import torch
 
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.tensor_parallel import open_tensor_parallel
 from moe_runtime.comm.transports import open_transport
 from moe_runtime.engine.backend import Deployment, plan_deployment, start_engine
 from moe_runtime.engine.config import EngineConfig
+from moe_runtime.engine.engine import Engine
+from moe_runtime.engine.follower import Follower
 from moe_runtime.engine.generation_config import sampling_defaults
 from moe_runtime.engine.messages import SequenceOutput, TokenLogprobs
 from moe_runtime.engine.model_loader import LoadedModel, load_model, plan_model
@@ -127,10 +130,39 @@ class LLM:
         """Ranks that serve requests: the first of each group of ``tp``."""
         return self.group.size // self.config.tp
 
+    @property
+    def engine(self) -> Engine | Follower:
+        """What runs the steps on this rank.
+
+        Raises:
+            RuntimeError: after ``stop_engine``.
+        """
+        if self._engine is None:
+            raise RuntimeError("the engine is stopped; reconfigure starts one")
+        return self._engine
+
+    def stop_engine(self) -> None:
+        """Give up the KV cache and the graphs, as for another model that needs the room; the weights stay.
+
+        ``reconfigure`` starts an engine again. What it had not finished is forgotten.
+        """
+        self._engine = None
+        gc.collect()  # a runner and its graphs refer to each other
+        torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        """``stop_engine`` for good, and end this model's links between ranks, not torch.distributed; a collective."""
+        self.stop_engine()
+        # Nobody's links end while another rank still takes rows from them.
+        replace(self.group, links=None).all_gather(torch.zeros(1))
+        for links in (self.group.links, self.model.tensor_parallel.group.links):
+            if links is not None:
+                links.close()
+
     def _start_engine(self, deployment: Deployment) -> None:
         self.deployment = deployment
         self.limits = deployment.limits
-        self.engine = start_engine(self.model, deployment, self.config, self.group)
+        self._engine: Engine | Follower | None = start_engine(self.model, deployment, self.config, self.group)
 
     def reconfigure(
         self,
@@ -143,7 +175,7 @@ class LLM:
         """Start a fresh engine with other limits around the same weights; None keeps a limit. All ranks alike.
 
         On a GPU the number of KV blocks stays too where none is named: what is free then says little, with the weights
-        in place.
+        in place. After ``stop_engine`` the former limits count as kept.
 
         Raises:
             CapacityError: the GPU has no room for these limits; the former ones are in force again.
@@ -160,8 +192,7 @@ class LLM:
         )
         deployment = plan_deployment(self.model.plan, self.config, self.group)
         before = self.deployment
-        del self.engine  # its cache makes room for the next one's
-        gc.collect()  # a runner and its graphs refer to each other
+        self.stop_engine()  # its cache makes room for the next one's
         try:
             self._start_engine(deployment)
             return

@@ -1,8 +1,9 @@
 """The axes of the check: which batches each runs. What a request gives must be the same in all of them.
 
 A request is known by its name. Its reference is its output in the reference batch or, for the modes that bring their
-own prompts (``single``, ``mixed``, ``prefix``), in the first batch that holds it. All batches run on one deployment, so
-both levels promise every axis.
+own prompts (``single``, ``mixed``, ``prefix``), in the first batch that holds it. All batches but those of ``topology``
+run on one deployment, so both levels promise these axes. What ``topology`` runs depends on the level
+(verify/topologies.py).
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from enum import StrEnum
 from moe_runtime.verify.compare import Output
 from moe_runtime.verify.prompts import Case, PromptSource
 from moe_runtime.verify.runner import Run
+from moe_runtime.verify.topologies import Topology
 
-__all__ = ["AXES", "BUCKET_EDGES", "GRAPHS_ABSENT", "Axis", "AxisSetup", "Verdict"]
+__all__ = ["AXES", "BUCKET_EDGES", "GRAPHS_ABSENT", "TOPOLOGIES_ABSENT", "Axis", "AxisSetup", "Verdict"]
 
 NUM_ALONE = 8
+NUM_ELSEWHERE = 8
 NUM_ARRIVAL_STEPS = 24
 CHUNK_TOKENS = (63, 64, 65)
 FULL_CHUNK_TOKENS = (16, 63, 64, 65, 127, 256)
@@ -27,6 +30,7 @@ FEWEST_STEP_TOKENS = 15
 BUCKET_OUTPUT_TOKENS = 3
 SHORT_OUTPUT_TOKENS = 8
 GRAPHS_ABSENT = "not applicable: this device has no graphs"
+TOPOLOGIES_ABSENT = "not applicable: level batch promises one deployment, which has no other transport here"
 NUM_RANDOM_BATCHES = 2
 FULL_NUM_RANDOM_BATCHES = 10
 
@@ -38,6 +42,7 @@ class Verdict(StrEnum):
     POSITION = "position"  # the same batch in another order, on other ranks
     BATCH = "batch"  # other company, or none
     SCHEDULE = "schedule"  # other steps: chunks, preemption, prefill for decode
+    TOPOLOGY = "topology"  # another number of ranks, TP size, transport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +58,7 @@ class AxisSetup:
         max_num_seqs: Most sequences that one of them runs at once.
         enforce_eager: Whether the engine started without graphs; None on a device that has none.
         full: Every case, every output token, more batches.
+        topologies: Other deployments whose bits must be these.
     """
 
     source: PromptSource
@@ -63,6 +69,7 @@ class AxisSetup:
     max_num_seqs: int = 64
     enforce_eager: bool | None = None
     full: bool = False
+    topologies: Sequence[Topology] = ()
 
     def some_cases(self, num_default: int | None = None) -> list[Case]:
         """All cases in full form, else the first ``num_default``, by default half."""
@@ -71,6 +78,10 @@ class AxisSetup:
     def short(self, cases: Sequence[Case]) -> list[Case]:
         """Cases with a short output, but in full form."""
         return [case if self.full else case.shortened(SHORT_OUTPUT_TOKENS) for case in cases]
+
+    def end_blocks(self, case: Case) -> int:
+        """KV blocks of a case at its end."""
+        return -(-(len(case.prompt_ids) + case.num_output_tokens) // self.block_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,24 +144,18 @@ def _chunks(setup: AxisSetup) -> list[Run]:
 
 
 def _preempt(setup: AxisSetup) -> list[Run]:
-    def num_blocks(num_tokens: int) -> int:
-        return -(-num_tokens // setup.block_size)
-
-    def end_blocks(case: Case) -> int:
-        return num_blocks(len(case.prompt_ids) + case.num_output_tokens)
-
     def start_blocks(case: Case) -> int:
-        return num_blocks(len(case.prompt_ids) + 1)
+        return -(-(len(case.prompt_ids) + 1) // setup.block_size)
 
     # Eight or more to a rank, admitted in the first step to a cache that they fill: the first one that grows by a block
     # preempts the latest. The shortest come latest: each gives back little, so that more are preempted.
-    growing_first = sorted(setup.cases, key=lambda case: end_blocks(case) == start_blocks(case))
+    growing_first = sorted(setup.cases, key=lambda case: setup.end_blocks(case) == start_blocks(case))
     cases = growing_first if setup.full else growing_first[: max(NUM_ALONE, len(setup.cases) // 4)]
     cases.sort(key=lambda case: -len(case.prompt_ids))
     num_ranks = max(1, min(setup.num_engines, len(cases) // 8))
     ranks = [i % num_ranks for i in range(len(cases))]
     filled = min(sum(map(start_blocks, cases[rank::num_ranks])) for rank in range(num_ranks))
-    kv_cache_blocks = max(filled, *map(end_blocks, cases))
+    kv_cache_blocks = max(filled, *map(setup.end_blocks, cases))
     return [
         Run(
             name=f"{kv_cache_blocks} KV blocks a rank",
@@ -217,6 +222,30 @@ def _buckets(setup: AxisSetup) -> list[Run]:
     return runs
 
 
+def _topology(setup: AxisSetup) -> list[Run]:
+    """A few cases on every other deployment, with and without graphs where there are graphs.
+
+    They are shuffled: in their old places a control that goes by the place in the batch would have nothing to change.
+    """
+    cases = setup.source.shuffle("topology", setup.short(setup.some_cases(NUM_ELSEWHERE)))
+    # Beside the weights of the deployment that the check started on: room for a few of the longest, no more.
+    kv_cache_blocks = sum(sorted(map(setup.end_blocks, cases))[-NUM_ELSEWHERE:])
+    forms = [(None, "")]
+    if setup.enforce_eager is not None:
+        forms = [(False, " with graphs"), (True, " without graphs")]
+    return [
+        Run(
+            name=f"{topology.name}{form}",
+            cases=cases,
+            kv_cache_blocks=kv_cache_blocks,
+            enforce_eager=enforce_eager,
+            topology=topology,
+        )
+        for topology in setup.topologies
+        for enforce_eager, form in forms
+    ]
+
+
 def _random_batches(setup: AxisSetup, what: str, cases: list[Case]) -> list[Run]:
     """All cases in order, then random halves or more of them in random order."""
     num_batches = FULL_NUM_RANDOM_BATCHES if setup.full else NUM_RANDOM_BATCHES
@@ -243,5 +272,7 @@ AXES: dict[str, Axis] = {
     "scored": Axis(Verdict.SCHEDULE, _scored),
     "buckets": Axis(Verdict.SCHEDULE, _buckets),
     "graph": Axis(Verdict.SCHEDULE, _graph, absent=GRAPHS_ABSENT),
+    # Last: another deployment takes the place of the one that the check started on.
+    "topology": Axis(Verdict.TOPOLOGY, _topology, absent=TOPOLOGIES_ABSENT),
 }
 """All axes by name, in the order in which they run."""

@@ -23,6 +23,7 @@ from moe_runtime.verify.config import CheckConfig
 from moe_runtime.verify.prompts import PromptSource
 from moe_runtime.verify.report import AxisResult, CheckReport
 from moe_runtime.verify.runner import Run, Runner, RunResult
+from moe_runtime.verify.topologies import other_topologies, own_topology
 
 __all__ = ["ProgressFactory", "check"]
 
@@ -76,11 +77,15 @@ def check(llm: LLM, config: CheckConfig, progress: ProgressFactory) -> CheckRepo
             max_num_seqs=llm.config.max_num_seqs,
             enforce_eager=llm.config.enforce_eager if llm.model.plan.device.type == "cuda" else None,
             full=config.full,
+            topologies=other_topologies(
+                own_topology(llm), num_ranks=llm.group.size, level=llm.config.invariance, full=config.full
+            ),
         )
         for name in config.axis_names:
             found = _check_axis(runner, name, setup, progress)
             logger.info("%s: %d outputs, %s, %.1f s", name, found.num_cases, found.finding, found.wall_s)
             report.axes.append(found)
+    runner.restore()
     report.wall_s = time.perf_counter() - start_s
     return report
 
@@ -92,12 +97,18 @@ def _check_axis(runner: Runner, name: str, setup: AxisSetup, progress: ProgressF
     if not runs and axis.absent is not None:
         return AxisResult(name=name, verdict=axis.verdict, not_applicable=axis.absent)
     results = _run_all(runner, name, runs, progress)
-    found = AxisResult(name=name, verdict=axis.verdict, num_runs=len(runs))
+    found = AxisResult(name=name, verdict=axis.verdict)
+    found.num_runs = sum(result.not_run is None for result in results)
     found.num_preemptions = sum(result.num_preemptions for result in results)
     expected = dict(setup.reference)
     distinct: set[tuple[str, bytes]] = set()
     bad_run: tuple[Run, RunResult] | None = None
     for run, result in zip(runs, results, strict=True):
+        if result.not_run is not None:
+            assert run.topology is not None, "the deployment of the check is there"
+            found.not_run[run.topology.name] = result.not_run
+            continue
+        num_differing_before = found.num_differing
         for case, output in zip(run.cases, result.outputs, strict=True):
             distinct.add((case.name, encode_output(output)))
             if case.name not in expected:
@@ -111,9 +122,13 @@ def _check_axis(runner: Runner, name: str, setup: AxisSetup, progress: ProgressF
                 found.num_differing += 1
                 if bad_run is None:
                     found.first_difference, bad_run = difference, (run, result)
+        if run.topology is not None:
+            found.deployments[run.name] = found.num_differing - num_differing_before
     found.num_requests = len({case_name for case_name, _ in distinct})
     found.num_unique_outputs = len(distinct)
-    if found.num_cases == 0:
+    if found.not_run and found.num_runs == 0:
+        found.not_applicable = "not applicable: no other deployment can be here"
+    elif found.num_cases == 0:
         found.proves_nothing = "no request ran twice: this proves nothing"
     elif axis.needs_preemption and found.num_preemptions == 0:
         found.proves_nothing = "no request was preempted: this proves nothing"
@@ -168,6 +183,7 @@ def _facts(llm: LLM, config: CheckConfig) -> dict[str, str | int]:
         "dtype": llm.model.plan.dtype,
         "context": llm.limits.max_total_tokens,
         "ranks": llm.group.size,
+        "transport": llm.transport.name,
         "tp": llm.config.tp,
         "invariance": llm.config.invariance,
         "multiple reduction": "on" if llm.model.plan.multiple_reduction.enabled else "off",

@@ -44,6 +44,8 @@ class AxisResult:
         wall_s: Seconds.
         proves_nothing: Why the axis could not have shown a difference, where so.
         not_applicable: Why there was nothing to run, where so; such an axis neither passes nor fails.
+        deployments: Other deployments that ran, by name, and how many of their outputs are unlike their reference.
+        not_run: Those that could not be there, and why.
     """
 
     name: str
@@ -60,6 +62,8 @@ class AxisResult:
     wall_s: float = 0.0
     proves_nothing: str | None = None
     not_applicable: str | None = None
+    deployments: dict[str, int] = field(default_factory=dict)
+    not_run: dict[str, str] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
@@ -68,16 +72,22 @@ class AxisResult:
 
     @property
     def finding(self) -> str:
-        """One sentence."""
-        if self.first_difference is None:
-            return self.not_applicable or self.proves_nothing or "equal"
-        text = str(self.first_difference)
+        """One sentence; then which other deployments ran, and which did not."""
+        text = self.not_applicable or self.proves_nothing or "equal"
+        if self.first_difference is not None:
+            text = str(self.first_difference)
         if self.num_forced_tokens:
             text += (
                 f"; with the reference tokens forced, {self.num_forced_differing} of {self.num_forced_tokens} "
                 f"positions differ"
             )
-        return text
+        different = [name for name, num_differing in self.deployments.items() if num_differing]
+        equal = [name for name, num_differing in self.deployments.items() if not num_differing]
+        if different:
+            text += f"; different on {', '.join(different)}"
+        if equal:
+            text += f"{'; equal' if text != 'equal' else ''} on {', '.join(equal)}"
+        return text + "".join(f"; {name} not run: {reason}" for name, reason in self.not_run.items())
 
 
 @dataclass(slots=True, kw_only=True)
@@ -156,7 +166,7 @@ class CheckReport:
         table.add_column("verdict")
         for heading in ("cases", "unique outputs", "preemptions", "seconds"):
             table.add_column(heading, justify="right")
-        table.add_column("first difference", overflow="fold")
+        table.add_column("finding", overflow="fold")
         for axis in self.axes:
             table.add_row(
                 axis.name,

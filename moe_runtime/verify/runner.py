@@ -1,19 +1,30 @@
-"""Runs batches of requests on the ranks under given limits, and brings their outputs home."""
+"""Runs batches of requests on the ranks, deployed as asked, under given limits, and brings their outputs home."""
 
 from __future__ import annotations
 
+import gc
+import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
+import msgspec
 import torch
 
+from moe_runtime.comm.groups import RankGroup
 from moe_runtime.engine.llm import LLM, RequestOutput
 from moe_runtime.engine.messages import TokenLogprobs
+from moe_runtime.engine.model_loader import plan_model
+from moe_runtime.errors import CapacityError
+from moe_runtime.kernels.schedules import Control, control
 from moe_runtime.verify.compare import Output
 from moe_runtime.verify.prompts import Case
+from moe_runtime.verify.room import lack_of_room
+from moe_runtime.verify.topologies import Topology
 
 __all__ = ["Run", "RunResult", "Runner"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +38,8 @@ class Run:
         arrival_steps: Step at which each arrives; by default all at the first.
         max_num_seqs, max_num_batched_tokens, kv_cache_blocks: Limits; by default those the engine started with.
         enforce_eager: Launch kernels one by one; by default as the engine started.
+        topology: Deployment to load for it; by default the one that the check started on. Where each rank is alone it
+            runs its share of the cases, and ``ranks`` and ``arrival_steps`` are None.
     """
 
     name: str
@@ -37,6 +50,13 @@ class Run:
     max_num_batched_tokens: int | None = None
     kv_cache_blocks: int | None = None
     enforce_eager: bool | None = None
+    topology: Topology | None = None
+
+    def __post_init__(self) -> None:
+        is_alone = self.topology is not None and self.topology.ranks == "alone"
+        assert not is_alone or (self.ranks, self.arrival_steps) == (None, None), (
+            "each rank runs its share at once"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,12 +66,33 @@ class RunResult:
     Attributes:
         outputs: In the order of the cases; the same on every rank.
         num_preemptions: Over all ranks.
-        wall_s: On this rank.
+        wall_s: On this rank, with loading.
+        not_run: Why the deployment cannot be here, where so; there are no outputs then.
     """
 
     outputs: list[Output]
     num_preemptions: int
     wall_s: float
+    not_run: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Limits:
+    """Of an engine."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    kv_cache_blocks: int
+    enforce_eager: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Deployed:
+    """What can run now."""
+
+    llm: LLM
+    topology: Topology | None
+    limits: _Limits
 
 
 class Runner:
@@ -59,18 +100,19 @@ class Runner:
 
     Args:
         llm: The loaded model. Engines are replaced where limits change; otherwise blocks are used again as earlier
-            runs left them.
+            runs left them. Its engine is stopped while another deployment runs, whose weights stand beside its own.
     """
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
-        self._start_limits = (
-            llm.config.max_num_seqs,
-            llm.config.max_num_batched_tokens,
-            llm.deployment.num_kv_blocks,
-            llm.config.enforce_eager,
+        self._start_limits = _Limits(
+            max_num_seqs=llm.config.max_num_seqs,
+            max_num_batched_tokens=llm.config.max_num_batched_tokens,
+            kv_cache_blocks=llm.deployment.num_kv_blocks,
+            enforce_eager=llm.config.enforce_eager,
         )
-        self._limits = self._start_limits
+        self._deployed: _Deployed | None = _Deployed(llm=llm, topology=None, limits=self._start_limits)
+        self._refusals: dict[Topology, str] = {}
 
     def run(self, run: Run, *, on_finished: Callable[[int], None] | None = None) -> RunResult:
         """Run a batch to its end.
@@ -78,40 +120,118 @@ class Runner:
         Args:
             run: The batch.
             on_finished: Told how many of this rank's requests have finished.
+
+        Raises:
+            CapacityError, CheckpointError, InvarianceError, ValueError: As loading another deployment does.
         """
         start_s = time.perf_counter()
-        self._apply_limits(run)
-        num_preemptions_before = self.llm.engine.stats().num_preemptions
-        results = self.llm.generate(
-            [case.prompt_ids for case in run.cases],
-            [case.params for case in run.cases],
+        deployed = self._deploy(run)
+        if isinstance(deployed, str):
+            return RunResult(
+                outputs=[], num_preemptions=0, wall_s=time.perf_counter() - start_s, not_run=deployed
+            )
+        llm, group = deployed.llm, self.llm.group
+        is_alone = run.topology is not None and run.topology.ranks == "alone"
+        cases = run.cases[group.rank :: group.size] if is_alone else run.cases
+        num_preemptions_before = llm.engine.stats().num_preemptions
+        results = llm.generate(
+            [case.prompt_ids for case in cases],
+            [case.params for case in cases],
             ranks=run.ranks,
             arrival_steps=run.arrival_steps,
             on_finished=on_finished,
         )
-        num_preemptions = self.llm.engine.stats().num_preemptions - num_preemptions_before
-        total = self.llm.group.all_gather(torch.tensor([num_preemptions])).sum()
+        num_preemptions = llm.engine.stats().num_preemptions - num_preemptions_before
+        outputs = [_output(case, result) for case, result in zip(cases, results, strict=True)]
+        if is_alone:
+            outputs = _gather_shares(outputs, len(run.cases), group)
         return RunResult(
-            outputs=[_output(case, result) for case, result in zip(run.cases, results, strict=True)],
-            num_preemptions=int(total),
+            outputs=outputs,
+            num_preemptions=int(group.all_gather(torch.tensor([num_preemptions])).sum()),
             wall_s=time.perf_counter() - start_s,
         )
 
-    def _apply_limits(self, run: Run) -> None:
-        wanted = (run.max_num_seqs, run.max_num_batched_tokens, run.kv_cache_blocks)
-        max_num_seqs, max_num_batched_tokens, kv_cache_blocks = (
-            own or start for own, start in zip(wanted, self._start_limits[:3], strict=True)
+    def restore(self) -> None:
+        """Leave another deployment, so that the model that the check started on can be called again."""
+        if self._deployed is not None and self._deployed.topology is None:
+            return
+        try:
+            self._deploy(Run(name="as started", cases=()))
+        except CapacityError as error:
+            logger.warning("the engine stays stopped, for want of room: %s", error)
+
+    def _deploy(self, run: Run) -> _Deployed | str:
+        """Bring the deployment and limits of a run in force, or say why they cannot be."""
+        limits, topology = self._limits(run), run.topology
+        if self._deployed is not None and self._deployed.topology == topology:
+            if self._deployed.limits == limits:
+                return self._deployed
+            llm = self._deployed.llm
+            llm.reconfigure(**asdict(limits))
+        else:
+            self._retire()
+            if topology is None:
+                llm = self.llm
+                llm.reconfigure(**asdict(limits))
+            else:
+                loaded = self._load(topology, limits)
+                if isinstance(loaded, str):
+                    return loaded
+                llm = loaded
+        self._deployed = _Deployed(llm=llm, topology=topology, limits=limits)
+        return self._deployed
+
+    def _limits(self, run: Run) -> _Limits:
+        start = self._start_limits
+        return _Limits(
+            max_num_seqs=run.max_num_seqs or start.max_num_seqs,
+            max_num_batched_tokens=run.max_num_batched_tokens or start.max_num_batched_tokens,
+            kv_cache_blocks=run.kv_cache_blocks or start.kv_cache_blocks,
+            enforce_eager=start.enforce_eager if run.enforce_eager is None else run.enforce_eager,
         )
-        enforce_eager = self._start_limits[3] if run.enforce_eager is None else run.enforce_eager
-        limits = (max_num_seqs, max_num_batched_tokens, kv_cache_blocks, enforce_eager)
-        if limits != self._limits:
-            self.llm.reconfigure(
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens,
-                kv_cache_blocks=kv_cache_blocks,
-                enforce_eager=enforce_eager,
-            )
-            self._limits = limits
+
+    def _retire(self) -> None:
+        """Make room: stop the engine that the check started on, or forget another deployment, weights and all."""
+        if self._deployed is None:
+            return
+        llm, self._deployed = self._deployed.llm, None
+        if llm is self.llm:
+            llm.stop_engine()
+        else:
+            llm.close()
+        del llm
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def _load(self, topology: Topology, limits: _Limits) -> LLM | str:
+        if topology in self._refusals:
+            return self._refusals[topology]
+        config = replace(
+            topology.engine_config(self.llm.config),
+            device=self.llm.model.plan.device.type,
+            **asdict(limits),
+        )
+        is_alone = topology.ranks == "alone"
+        group = RankGroup() if is_alone else replace(self.llm.group, links=None)
+        # A control is for runs: the self-check at the start is to find nothing.
+        with control(Control.NONE):
+            try:
+                refusal = lack_of_room(plan_model(config, group), config, self.llm.group, is_alone)
+                if not refusal:
+                    return LLM.from_config(config, group=group)
+            except ValueError as error:
+                if not topology.is_refused_by(error):
+                    raise
+                refusal = str(error)
+        self._refusals[topology] = refusal
+        return refusal
+
+
+def _gather_shares(outputs: Sequence[Output], num_cases: int, group: RankGroup) -> list[Output]:
+    """Outputs of all cases, of which rank r of W ran r, r + W, r + 2W, ..."""
+    gathered = group.all_gather_bytes(msgspec.msgpack.encode(outputs))
+    shares = [msgspec.msgpack.decode(data, type=list[Output]) for data in gathered]
+    return [shares[i % group.size][i // group.size] for i in range(num_cases)]
 
 
 def _output(case: Case, result: RequestOutput) -> Output:

@@ -64,6 +64,33 @@ def test_groups_of_two_print_the_digest_of_one_rank(model: str, tmp_path: Path) 
     assert done.stdout.count("passed: all outputs are equal") == 1
 
 
+def test_two_ranks_run_on_the_other_transport_in_groups_and_alone(model: str, tmp_path: Path) -> None:
+    alone, together = tmp_path / "1.json", tmp_path / "2.json"
+    assert main(["--model", model, *FLAGS, "--axes", "topology", "--json", str(alone)]) == 0
+    content = json.loads(alone.read_text())
+    assert list(content["axes"][0]["deployments"]) == ["loopback EP 2", "loopback EP 4", "loopback EP 8"]
+    flags = ["--axes", "topology", "--json", str(together), "--expect-digest", content["digest"]]
+    done = torchrun(2, "--model", model, *FLAGS, *flags)
+    assert done.returncode == 0, done.stderr
+    (axis,) = json.loads(together.read_text())["axes"]
+    assert axis["deployments"] == {"collective tp 1": 0, "symmetric tp 2": 0, "EP 1": 0}
+    assert axis["num_cases"] == 3 * 6
+    assert "topology: equal" in done.stdout
+    assert done.stdout.count("equal on collective tp 1, symmetric tp 2, EP 1") == 1
+
+
+def test_a_tp_size_that_the_model_has_no_heads_for_is_told_and_the_rest_runs(
+    model: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "3.json"
+    done = torchrun(3, "--model", model, *FLAGS, "--axes", "topology", "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    (axis,) = json.loads(file.read_text())["axes"]
+    assert axis["deployments"] == {"collective tp 1": 0, "EP 1": 0}
+    assert axis["not_run"] == {"symmetric tp 3": "num_attention_heads (4) must be divisible by tp (3)"}
+    assert "symmetric tp 3 not run" in done.stdout
+
+
 def test_a_number_of_ranks_that_groups_do_not_divide_is_refused(model: str) -> None:
     done = torchrun(2, "--model", model, *FLAGS, "--tp", "4")
     assert done.returncode != 0

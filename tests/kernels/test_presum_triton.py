@@ -75,7 +75,6 @@ def test_the_home_rank_adds_ranks_in_order_from_the_first_that_holds_a_slot(kind
 
 
 def test_control_ranks_in_another_order_differ():
-    _, ids = make("cancelling")
     partials = hostile("cancelling", (SIZE * CAPACITY, SIZE, HIDDEN), seed=3).to(DEVICE, torch.float32)
     all_held = torch.ones(SIZE * CAPACITY, SIZE, dtype=torch.bool)
     forward = combine_partials(partials.cpu(), all_held)

@@ -11,11 +11,15 @@ from moe_runtime.verify.axes import AXES, BUCKET_EDGES, FEWEST_STEP_TOKENS, Axis
 from moe_runtime.verify.compare import Output
 from moe_runtime.verify.prompts import PromptSource
 from moe_runtime.verify.runner import Run
+from moe_runtime.verify.topologies import Topology
 
 SOURCE = PromptSource(seed=0, vocab_size=50, context=1024, max_tokens=50)
 CASES = SOURCE.random_cases(64)
 REFERENCE = {case.name: Output(token_ids=tuple(range(50)), logprobs=()) for case in CASES}
-SETUP = AxisSetup(source=SOURCE, cases=CASES, reference=REFERENCE, num_engines=4, block_size=64)
+TOPOLOGIES = (Topology(ranks="all", tp=2), Topology(ranks="alone"))
+SETUP = AxisSetup(
+    source=SOURCE, cases=CASES, reference=REFERENCE, num_engines=4, block_size=64, topologies=TOPOLOGIES
+)
 
 
 def runs_of(name: str, setup: AxisSetup = SETUP) -> list[Run]:
@@ -134,3 +138,33 @@ def test_graphs_are_switched_to_what_the_engine_did_not_start_with() -> None:
         (run,) = runs_of("graph", replace(SETUP, enforce_eager=started))
         assert run.enforce_eager is not started
         assert list(run.cases) == CASES
+
+
+@pytest.mark.parametrize(("full", "num_cases", "num_tokens"), [(False, 8, 8), (True, 64, 50)])
+def test_other_deployments_run_a_few_cases_in_a_small_cache(
+    full: bool, num_cases: int, num_tokens: int
+) -> None:
+    runs = runs_of("topology", replace(SETUP, full=full))
+    assert [(run.name, run.topology) for run in runs] == [(t.name, t) for t in TOPOLOGIES]
+    for run in runs:
+        assert Counter(names(run)) == Counter(case.name for case in CASES[:num_cases])
+        assert names(run) != [case.name for case in CASES[:num_cases]]
+        assert {case.params.max_tokens for case in run.cases} == {num_tokens}
+        longest = max(len(case.prompt_ids) for case in run.cases) + num_tokens
+        assert run.kv_cache_blocks is not None
+        assert longest <= run.kv_cache_blocks * 64 <= 8 * (longest + 64)
+
+
+def test_other_deployments_run_with_and_without_graphs_where_there_are_graphs() -> None:
+    runs = runs_of("topology", replace(SETUP, enforce_eager=False))
+    assert [(run.name, run.enforce_eager) for run in runs] == [
+        ("collective tp 2 with graphs", False),
+        ("collective tp 2 without graphs", True),
+        ("EP 1 with graphs", False),
+        ("EP 1 without graphs", True),
+    ]
+
+
+def test_without_other_deployments_there_is_nothing_to_run() -> None:
+    assert runs_of("topology", replace(SETUP, topologies=())) == []
+    assert list(AXES)[-1] == "topology"

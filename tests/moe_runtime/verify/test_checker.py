@@ -28,7 +28,8 @@ MakeConfig = Callable[..., CheckConfig]
 def test_every_axis_passes(llm: LLM, small_check: MakeConfig, progress: ProgressFactory) -> None:
     report = check(llm, small_check(), progress)
     findings = {axis.name: axis.finding for axis in report.axes}
-    assert findings == dict.fromkeys(AXES, "equal") | {"graph": GRAPHS_ABSENT}
+    elsewhere = "equal on loopback EP 2, loopback EP 4, loopback EP 8"
+    assert findings == dict.fromkeys(AXES, "equal") | {"graph": GRAPHS_ABSENT, "topology": elsewhere}
     assert report.exit_code is CheckExit.EQUAL
     assert set(report.verdicts().values()) == {"equal"}
     by_name = {axis.name: axis for axis in report.axes}
@@ -170,7 +171,7 @@ def test_world_sizes_give_one_digest_and_every_rank_the_same_report(
     assert {report.exit_code for report in reports} == {CheckExit.EQUAL}
 
 
-def test_level_batch_holds_on_every_axis_of_one_deployment_and_digests_tell_deployments_apart(
+def test_level_batch_holds_on_every_axis_and_digests_tell_deployments_apart(
     ranks: Callable[..., list[Any]], tiny_model: Path
 ) -> None:
     # What is left out needs more prompts, or time.
@@ -178,7 +179,9 @@ def test_level_batch_holds_on_every_axis_of_one_deployment_and_digests_tell_depl
     arguments = (str(tiny_model), "batch", axes)
     reports = {size: ranks(size, _check_on_a_rank, *arguments)[0] for size in (2, 3)}
     for report in reports.values():
-        assert {axis.name: axis.finding for axis in report.axes} == dict.fromkeys(axes, "equal")
+        elsewhere = f"equal on collective tp 1, loopback EP {report.facts['ranks']}"
+        expected = dict.fromkeys(axes, "equal") | {"topology": elsewhere}
+        assert {axis.name: axis.finding for axis in report.axes} == expected
         assert report.exit_code is CheckExit.EQUAL
         assert (report.facts["invariance"], report.facts["multiple reduction"]) == ("batch", "on")
     assert reports[2].digest != reports[3].digest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -65,6 +66,7 @@ def test_verdicts_are_separate() -> None:
         "position": "different",
         "batch": "not run",
         "schedule": "nothing proved",
+        "topology": "not run",
     }
 
 
@@ -77,7 +79,10 @@ def test_the_table_shows_the_first_difference_with_its_position() -> None:
     assert "33 of 450 positions differ" in row
     assert "10, not 9" in row
     assert f"digest: {DIGEST}" in text
-    assert "run-to-run: equal  position: different  batch: not run  schedule: nothing proved" in text
+    assert (
+        "run-to-run: equal  position: different  batch: not run  schedule: nothing proved  topology: not run"
+        in text
+    )
 
 
 def test_json_holds_everything() -> None:
@@ -87,3 +92,35 @@ def test_json_holds_everything() -> None:
     assert content["verdicts"]["position"] == "different"
     assert content["axes"][1]["first_difference"]["position"] == 17
     assert [axis["passed"] for axis in content["axes"]] == [True, False]
+
+
+SPREAD = AxisResult(
+    name="topology",
+    verdict=Verdict.TOPOLOGY,
+    num_cases=9,
+    deployments={"collective tp 1": 0, "EP 1": 0},
+    not_run={"symmetric tp 2": "tp (2) is not implemented on the GPU yet"},
+)
+
+
+def test_the_table_and_json_say_what_ran_elsewhere_and_what_did_not() -> None:
+    text = "equal on collective tp 1, EP 1; symmetric tp 2 not run: tp (2) is not implemented on the GPU yet"
+    assert SPREAD.finding == text
+    assert report(SPREAD).exit_code is CheckExit.EQUAL
+    file = io.StringIO()
+    report(SPREAD).print_to(Console(file=file, width=240))
+    assert text in file.getvalue()
+    (axis,) = json.loads(report(SPREAD).to_json())["axes"]
+    assert axis["deployments"] == {"collective tp 1": 0, "EP 1": 0}
+    assert axis["not_run"] == {"symmetric tp 2": "tp (2) is not implemented on the GPU yet"}
+
+
+def test_a_difference_elsewhere_names_all_that_differ() -> None:
+    found = replace(
+        SPREAD, num_differing=3, first_difference=DIFFERENCE, deployments={"collective tp 1": 0, "EP 1": 3}
+    )
+    assert (
+        f"{DIFFERENCE}; different on EP 1; equal on collective tp 1; symmetric tp 2 not run" in found.finding
+    )
+    assert report(found).exit_code is CheckExit.DIFFERENT
+    assert report(found).verdicts()["topology"] == "different"

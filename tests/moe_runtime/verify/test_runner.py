@@ -1,12 +1,21 @@
-"""Running batches under other limits."""
+"""Running batches under other limits, and on other deployments."""
 
 from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moe_runtime.engine.llm import LLM
+from moe_runtime.errors import CapacityError
+from moe_runtime.verify import runner as runner_module
 from moe_runtime.verify.prompts import PromptSource
 from moe_runtime.verify.runner import Run, Runner
+from moe_runtime.verify.topologies import Topology
+from tests.ranks import RankContext
 
 SOURCE = PromptSource(seed=1, vocab_size=128, context=512, max_tokens=6)
 
@@ -60,3 +69,131 @@ def test_progress_counts_finished_requests(llm: LLM, max_tokens: int) -> None:
     Runner(llm).run(Run(name="all", cases=cases), on_finished=counts.append)
     assert counts[-1] == 3
     assert counts == sorted(counts)
+
+
+PLAYS_2, PLAYS_4 = (Topology(ranks="alone", dispatcher="loopback", loopback_ranks=size) for size in (2, 4))
+
+
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[LLM]:
+    """Models that a runner loads from now on, in order."""
+    found: list[LLM] = []
+    plain = LLM.from_config
+
+    def keep(*arguments: Any, **options: Any) -> LLM:
+        found.append(plain(*arguments, **options))
+        return found[-1]
+
+    monkeypatch.setattr(LLM, "from_config", keep)
+    return found
+
+
+def test_another_deployment_runs_in_a_cache_of_its_own_while_the_first_one_has_none(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases = SOURCE.random_cases(2)
+    runner, others = Runner(llm), loaded(monkeypatch)
+    expected = runner.run(Run(name="own", cases=cases))
+    started = llm.engine.stats().num_kv_blocks
+    for size in (9, 9, 7):
+        run = Run(name="loopback", cases=cases, topology=PLAYS_4, kv_cache_blocks=size)
+        assert runner.run(run).outputs == expected.outputs
+        (other,) = others
+        assert other.config.loopback_ranks == 4
+        assert other.model.plan.placement.ep_size == 4
+        assert other.engine.stats().num_kv_blocks == size
+        with pytest.raises(RuntimeError, match="the engine is stopped"):
+            llm.engine.stats()
+    assert runner.run(Run(name="own", cases=cases)).outputs == expected.outputs
+    assert llm.engine.stats().num_kv_blocks == started
+    with pytest.raises(RuntimeError, match="the engine is stopped"):
+        other.engine.stats()
+
+
+def test_one_deployment_has_gone_before_the_next_is_loaded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, plain, before = Runner(llm), LLM.from_config, []
+
+    def watch(*arguments: Any, **options: Any) -> LLM:
+        assert all(decoder() is None for decoder in before)
+        other = plain(*arguments, **options)
+        before.append(weakref.ref(other.model.decoder))
+        return other
+
+    monkeypatch.setattr(LLM, "from_config", watch)
+    for topology in (PLAYS_2, PLAYS_4, PLAYS_2):
+        runner.run(Run(name=topology.name, cases=SOURCE.random_cases(1), topology=topology))
+    assert len(before) == 3
+    runner.restore()
+    assert all(decoder() is None for decoder in before)
+    assert llm.engine.stats().num_kv_blocks > 0
+
+
+def test_what_cannot_be_here_is_told_once_and_changes_nothing(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases = SOURCE.random_cases(1)
+    runner, others = Runner(llm), loaded(monkeypatch)
+    expected = runner.run(Run(name="own", cases=cases))
+    asked: list[int] = []
+    monkeypatch.setattr(runner_module, "lack_of_room", lambda *_: asked.append(1) or "no room")
+    for _ in range(2):
+        result = runner.run(Run(name="loopback", cases=cases, topology=PLAYS_2))
+        assert (result.not_run, result.outputs) == ("no room", [])
+    assert (others, asked) == ([], [1])
+    refused = runner.run(Run(name="tp", cases=cases, topology=Topology(ranks="all", tp=2)))
+    assert refused.not_run == "world_size (1) must be divisible by tp (2)"
+    assert runner.run(Run(name="own", cases=cases)).outputs == expected.outputs
+
+
+def test_a_fault_while_loading_is_not_a_refusal(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> str:
+        raise ValueError("shapes do not match")
+
+    monkeypatch.setattr(runner_module, "lack_of_room", broken)
+    with pytest.raises(ValueError, match="shapes do not match"):
+        Runner(llm).run(Run(name="loopback", cases=SOURCE.random_cases(1), topology=PLAYS_2))
+
+
+def test_an_engine_that_finds_no_room_any_more_is_told(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = Runner(llm)
+    runner.run(Run(name="loopback", cases=SOURCE.random_cases(1), topology=PLAYS_2))
+
+    def full(**limits: int) -> None:
+        raise CapacityError("the GPU's memory ran out")
+
+    monkeypatch.setattr(llm, "reconfigure", full)
+    runner.restore()
+    assert "the engine stays stopped, for want of room: the GPU's memory ran out" in caplog.text
+
+
+def run_alone(context: RankContext, model: str, num_cases: int) -> tuple[bool, int, int]:
+    """Whether ranks alone give what they give together, and the steps and prompt tokens of this one."""
+    cases = SOURCE.random_cases(num_cases)
+    runner = Runner(LLM(model, group=context.group))
+    together = runner.run(Run(name="together", cases=cases))
+    models: list[LLM] = []
+    plain = LLM.generate
+
+    def count(self: LLM, prompts: Any, *arguments: Any, **options: Any) -> Any:
+        models.append(self)
+        return plain(self, prompts, *arguments, **options)
+
+    LLM.generate = count  # type: ignore[method-assign]
+    try:
+        alone = runner.run(Run(name="alone", cases=cases, topology=Topology(ranks="alone")))
+    finally:
+        LLM.generate = plain  # type: ignore[method-assign]
+    (model_alone,) = models
+    num_prompt_tokens = model_alone.engine.stats().num_prompt_tokens
+    runner.restore()
+    return alone.outputs == together.outputs, model_alone.group.size, num_prompt_tokens
+
+
+@pytest.mark.parametrize("num_cases", [1, 5])
+def test_each_rank_alone_runs_its_share_and_no_more(
+    ranks: Callable[..., list[Any]], tiny_model: Path, num_cases: int
+) -> None:
+    lengths = [len(case.prompt_ids) for case in SOURCE.random_cases(num_cases)]
+    expected = [(True, 1, sum(lengths[rank::2])) for rank in range(2)]
+    assert ranks(2, run_alone, str(tiny_model), num_cases) == expected

@@ -1,0 +1,106 @@
+"""The deployments beside its own on which a check may run requests: the one place that decides it.
+
+Symbols: W ranks of the check, t ranks of a tensor-parallel group.
+
+On W ranks at level ``topology``: the other transports, every t that divides W, and each rank by itself, where one rank
+is EP 1 and may also play several (loopback). One rank has the last kind alone. At level ``batch``: only what has the
+same experts on the same EP ranks and the same t, so the other transports, and a rank that plays W where t is 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from moe_runtime.comm.transports import TransportName
+from moe_runtime.engine.config import EngineConfig
+from moe_runtime.engine.llm import LLM
+from moe_runtime.layers.row_parallel import Level
+
+__all__ = ["LOOPBACK_RANKS", "Topology", "other_topologies", "own_topology"]
+
+TRANSPORTS: tuple[TransportName, ...] = ("collective", "symmetric")
+LOOPBACK_RANKS = (2, 4, 8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """How the ranks of a check are deployed.
+
+    Attributes:
+        ranks: ``all``: one expert-parallel group of all of them; ``alone``: each holds the whole model and answers for
+            its share of the requests, so that nothing runs twice.
+        dispatcher: What moves rows between the ranks; alone it is ``collective``, and nothing travels, or ``loopback``.
+        tp: Ranks of a tensor-parallel group; 1 where they are alone.
+        loopback_ranks: Ranks that each one plays; 1 but for ``loopback``.
+    """
+
+    ranks: Literal["all", "alone"]
+    dispatcher: TransportName = "collective"
+    tp: int = 1
+    loopback_ranks: int = 1
+
+    def __post_init__(self) -> None:
+        if self.dispatcher == "loopback" and self.ranks == "all":
+            raise ValueError(f"ranks ({self.ranks}) must be alone with dispatcher (loopback)")
+        if self.ranks == "alone" and (self.tp > 1 or self.dispatcher == "symmetric"):
+            raise ValueError(
+                f"tp ({self.tp}) must be 1 and dispatcher ({self.dispatcher}) collective or loopback with ranks (alone)"
+            )
+        if self.loopback_ranks > 1 and self.dispatcher != "loopback":
+            raise ValueError(
+                f"loopback_ranks ({self.loopback_ranks}) must be 1 with dispatcher ({self.dispatcher})"
+            )
+
+    @property
+    def name(self) -> str:
+        """For the report: ``symmetric tp 2``, ``EP 1``, ``loopback EP 4``."""
+        if self.ranks == "all":
+            return f"{self.dispatcher} tp {self.tp}"
+        return f"loopback EP {self.loopback_ranks}" if self.dispatcher == "loopback" else "EP 1"
+
+    def engine_config(self, own: EngineConfig) -> EngineConfig:
+        """The settings of a check's own deployment, changed to this one."""
+        return replace(own, dispatcher=self.dispatcher, tp=self.tp, loopback_ranks=self.loopback_ranks)
+
+    def is_refused_by(self, error: ValueError) -> bool:
+        """Whether a refusal to load names a setting of this deployment, as ``tp (2)``; else it is a fault."""
+        settings = (f"dispatcher ({self.dispatcher})", f"tp ({self.tp})")
+        return any(setting in str(error) for setting in settings)
+
+
+def own_topology(llm: LLM) -> Topology:
+    """The one that a model was loaded for."""
+    if llm.group.size > 1:
+        return Topology(ranks="all", dispatcher=llm.transport.name, tp=llm.config.tp)
+    if llm.transport.name == "loopback":
+        return Topology(ranks="alone", dispatcher="loopback", loopback_ranks=llm.config.loopback_ranks)
+    return Topology(ranks="alone")
+
+
+def other_topologies(own: Topology, *, num_ranks: int, level: Level, full: bool = False) -> list[Topology]:
+    """The others whose bits the level promises to be the same; whether they can be here shows when they are loaded.
+
+    Args:
+        own: What the check started on.
+        num_ranks: W.
+        level: What is promised.
+        full: Every transport with every t, and every number of ranks to play; else what differs in one thing.
+    """
+    tps = [own.tp]
+    alone = [Topology(ranks="alone")]
+    played = LOOPBACK_RANKS if full or num_ranks == 1 else ()
+    if level == "batch":
+        alone = []
+        played = (num_ranks,) if num_ranks > 1 and own.tp == 1 else ()
+    elif num_ranks > 1:
+        tps = [tp for tp in range(1, num_ranks + 1) if num_ranks % tp == 0]
+    found = [
+        Topology(ranks="all", dispatcher=transport, tp=tp)
+        for tp in tps
+        for transport in TRANSPORTS
+        if num_ranks > 1 and (full or own.tp == tp or own.dispatcher == transport)
+    ]
+    found += alone
+    found += [Topology(ranks="alone", dispatcher="loopback", loopback_ranks=size) for size in played]
+    return [topology for topology in found if topology != own]
