@@ -75,6 +75,7 @@ class LLM:
 
     Raises:
         CheckpointError, ValueError, InvarianceError: As loading does.
+        CapacityError: there is no room.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class LLM:
         self.group = self.transport.group
         tensor_parallel = open_tensor_parallel(self.group, self.config.tp, self.config.dispatcher)
         # On a GPU, from what is free before the weights.
-        deployment = plan_deployment(plan, self.config, self.group)
+        deployment = plan_deployment(plan, self.config, self.group, self.transport.name)
         self.model: LoadedModel = load_model(
             plan,
             self.config,
@@ -146,20 +147,22 @@ class LLM:
         in place.
 
         Raises:
-            CapacityError: the GPU has no room for these limits; the former ones are in force again.
+            CapacityError: a rank has no room for these limits; on all ranks alike, where the former ones are in force
+                again.
         """
         config = self.config
         if self.model.plan.device.type == "cuda":
             kv_cache_blocks = kv_cache_blocks or self.deployment.num_kv_blocks
-        self.config = replace(
+        wanted = replace(
             config,
             max_num_seqs=max_num_seqs or config.max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens or config.max_num_batched_tokens,
             kv_cache_blocks=kv_cache_blocks or config.kv_cache_blocks,
             enforce_eager=config.enforce_eager if enforce_eager is None else enforce_eager,
         )
-        deployment = plan_deployment(self.model.plan, self.config, self.group)
+        deployment = plan_deployment(self.model.plan, wanted, self.group, self.transport.name)
         before = self.deployment
+        self.config = wanted
         del self.engine  # its cache makes room for the next one's
         gc.collect()  # a runner and its graphs refer to each other
         try:
