@@ -138,10 +138,10 @@ class _Bench:
         waited_s = 0.0
         wait = cuda_runner._Event.wait
 
-        def timed_wait(event: Any, check: Any = None) -> None:
+        def timed_wait(event: Any, *limits: Any) -> None:
             nonlocal waited_s
             start_s = time.perf_counter()
-            wait(event, check)
+            wait(event, *limits)
             waited_s += time.perf_counter() - start_s
 
         cuda_runner._Event.wait = timed_wait

@@ -20,7 +20,7 @@ import torch
 from identity_experts import identity_experts, place_rows, presummed_experts, stop_between
 
 from moe_runtime.comm.gpu_exchange import ExchangeSizes, GpuExchange, StepShape, SymmetricExchange
-from moe_runtime.kernels.dispatch_triton import TokenTable, local_slots
+from moe_runtime.kernels.dispatch_triton import TableSlice, TokenTable, local_slots
 from moe_runtime.kernels.experts_triton import MAX_CAPACITY
 from moe_runtime.kernels.norm_triton import combine_residual_norm, combine_residual_norm_reference
 from moe_runtime.kernels.peer_flags_triton import peer_barrier
@@ -211,12 +211,12 @@ class DispatchChain:
 
     def run_experts(self, layer: int) -> None:
         """Rows to their homes."""
-        rows, homes = self.exchange.targets(self.shape, 0, self.num_positions)
+        whole = TableSlice(num_tokens=self.shape.capacity, capacity=self.shape.capacity)
+        rows, homes = self.exchange.targets(self.shape, whole)
         options: dict[str, Any] = {"pdl": self.pdl}
         if self.pause:
             options["pause_ns"] = self.pause_ns[layer, 1]
         if self.presum:
-            assert homes is not None, "sums per rank are for symmetric memory"
             presummed_experts(
                 self._known_table(), rows, homes, self.expert_offset, self.num_local_experts, **options
             )

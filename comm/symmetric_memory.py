@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe_runtime.comm.agreement import all_or_none
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.shared_memory import host_id
 
@@ -32,6 +33,7 @@ __all__ = [
     "carved_bytes",
     "keep_multicast_off",
     "peer_access_fault",
+    "shared_gpu_fault",
 ]
 
 ALIGNMENT_BYTES = 1024
@@ -97,6 +99,7 @@ class SymmetricSpace:
 
         Raises:
             ValueError: the ranks are on several hosts, share a GPU or cannot reach each other's memory.
+            CapacityError: a rank's GPU has no room for its region.
             RuntimeError: multicast was not off.
         """
         keep_multicast_off()
@@ -111,7 +114,18 @@ class SymmetricSpace:
 
         process_group = group.process_group if group.process_group is not None else dist.group.WORLD
         assert process_group is not None, "torch.distributed has not started"
-        region = symm.empty(num_bytes, dtype=torch.uint8, device=device)
+
+        def allocate() -> torch.Tensor:
+            torch.cuda.empty_cache()  # the region is the driver's, which torch's allocator keeps unused memory from
+            return symm.empty(num_bytes, dtype=torch.uint8, device=device)
+
+        region = all_or_none(
+            group,
+            allocate,
+            reason=f"no room for {num_bytes} bytes ({num_bytes / 2**30:.1f} GiB) of symmetric memory: lower "
+            "max_num_batched_tokens",
+            failures=(RuntimeError,),
+        )
         handle: Any = symm.rendezvous(region, process_group)
         if handle.multicast_ptr:
             raise RuntimeError(
@@ -203,11 +217,23 @@ def peer_access_fault(group: RankGroup, device: torch.device) -> str:
         device: Own GPU.
     """
     device = _indexed(device)
-    uuid = str(torch.cuda.get_device_properties(device).uuid)
-    gathered = group.all_gather_bytes(b"%b\n%b" % (host_id().strip(), uuid.encode()))
-    hosts, uuids = zip(*(data.decode().split("\n") for data in gathered), strict=True)
+    hosts, uuids = _whereabouts(group, device)
     reasons = group.all_gather_bytes(_fault(hosts, uuids, group.rank, device).encode())
     return next((reason.decode() for reason in reasons if reason), "")
+
+
+def shared_gpu_fault(group: RankGroup, device: torch.device) -> str:
+    """Which ranks have one GPU between them, empty if none do; a collective, the same on all of them.
+
+    Args:
+        group: The ranks.
+        device: Own GPU.
+    """
+    places = list(zip(*_whereabouts(group, _indexed(device)), strict=True))
+    for rank, place in enumerate(places):
+        if (first := places.index(place)) < rank:
+            return f"rank {group.first_rank + first} and rank {group.first_rank + rank} share a GPU"
+    return ""
 
 
 def keep_multicast_off() -> None:
@@ -222,6 +248,14 @@ def _indexed(device: torch.device) -> torch.device:
     """The device with its index, made the current one."""
     torch.cuda.set_device(device)
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def _whereabouts(group: RankGroup, device: torch.device) -> tuple[list[str], list[str]]:
+    """Every rank's host and its GPU's id; a collective."""
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    gathered = group.all_gather_bytes(b"%b\n%b" % (host_id().strip(), uuid.encode()))
+    places = [data.decode().split("\n") for data in gathered]
+    return [host for host, _ in places], [uuid for _, uuid in places]
 
 
 def _fault(hosts: Sequence[str], uuids: Sequence[str], rank: int, device: torch.device) -> str:

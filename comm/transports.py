@@ -5,6 +5,7 @@ Every transport delivers the same rows, so the choice changes no bit.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -13,9 +14,11 @@ import torch
 from moe_runtime.comm.deepep import import_deep_ep
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.shared_memory import connect_shared_memory
-from moe_runtime.comm.symmetric_memory import peer_access_fault
+from moe_runtime.comm.symmetric_memory import peer_access_fault, shared_gpu_fault
 
-__all__ = ["DispatcherName", "Transport", "TransportName", "open_transport"]
+__all__ = ["EXCHANGE_TIMEOUT_S", "DispatcherName", "Transport", "TransportName", "open_transport"]
+
+logger = logging.getLogger(__name__)
 
 DispatcherName = Literal["auto", "collective", "symmetric", "loopback", "deepep"]
 TransportName = Literal["collective", "symmetric", "loopback"]
@@ -57,7 +60,7 @@ def open_transport(
         timeout_s: How long an exchange waits for a rank.
 
     Raises:
-        ValueError: the transport asked for cannot be here; names the reason.
+        ValueError: the transport asked for cannot be here, or ranks share a GPU; names the reason.
     """
     device_type = "cpu" if device is None else device.type
     if wanted == "deepep" and device_type != "cuda":
@@ -97,6 +100,12 @@ def _between_gpus(
     """Rows travel on the device; the step vector through the host's shared memory where there is such."""
     links = connect_shared_memory(group, timeout_s)
     control = group if isinstance(links, str) else replace(group, links=links)
+    if isinstance(links, str) and group.rank == 0:
+        logger.warning(
+            "no shared memory between ranks (%s): one that dies is noticed after %g s", links, timeout_s
+        )
+    if fault := shared_gpu_fault(group, device):
+        raise ValueError(f"device (cuda) must be cpu with more ranks on a host than GPUs: {fault}")
     if wanted == "collective":
         return Transport("collective", "asked for", control)
     fault = peer_access_fault(group, device)

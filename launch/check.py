@@ -10,6 +10,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 
+import torch
 from rich.console import Console
 
 from moe_runtime.engine.llm import LLM
@@ -45,7 +46,7 @@ def main(args: Sequence[str] | None = None) -> int:
     except InvarianceError as error:
         print_error(str(error))
         return EXIT_SELF_CHECK
-    except CapacityError as error:
+    except (CapacityError, MemoryError, torch.OutOfMemoryError) as error:
         print_error(f"the model does not fit: {error}")
         return EXIT_NO_FIT
     except (CheckpointError, ValueError, OSError) as error:

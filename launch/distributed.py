@@ -45,7 +45,10 @@ def init_ranks(device: Literal["auto", "cpu", "cuda"] = "cpu") -> RankGroup:
     if device != "cpu" and torch.cuda.is_available():
         keep_multicast_off()
         local_rank = _integer("LOCAL_RANK")
-        if local_rank < torch.cuda.device_count():  # else the engine's settings are refused, with the reason
+        num_gpus = torch.cuda.device_count()
+        if num_gpus == 1:  # this rank's own where a launcher shows each rank one
+            torch.cuda.set_device(0)
+        elif local_rank < num_gpus:  # else the engine's settings are refused, with the reason
             torch.cuda.set_device(local_rank)
         backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)

@@ -16,14 +16,22 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import msgspec
+import torch
 
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.config import GenerateConfig
 from moe_runtime.engine.llm import LLM, RequestOutput
 from moe_runtime.engine.messages import TokenLogprobs
 from moe_runtime.engine.request import SamplingParams
-from moe_runtime.errors import CheckpointError, InvalidRequestError, InvarianceError
-from moe_runtime.launch.cli import EXIT_OK, EXIT_SELF_CHECK, parse_config, print_error, usage_error
+from moe_runtime.errors import CapacityError, CheckpointError, InvalidRequestError, InvarianceError
+from moe_runtime.launch.cli import (
+    EXIT_NO_FIT,
+    EXIT_OK,
+    EXIT_SELF_CHECK,
+    parse_config,
+    print_error,
+    usage_error,
+)
 from moe_runtime.launch.distributed import close_ranks, init_ranks
 from moe_runtime.launch.logs import setup_logging
 from moe_runtime.launch.progress import progress_bar
@@ -51,6 +59,9 @@ def main(args: Sequence[str] | None = None) -> int:
     except InvarianceError as error:
         print_error(str(error))
         return EXIT_SELF_CHECK
+    except (CapacityError, MemoryError, torch.OutOfMemoryError) as error:
+        print_error(f"the model does not fit: {error}")
+        return EXIT_NO_FIT
     except InvalidRequestError as error:
         usage_error(error.message)
     except (CheckpointError, ValueError, OSError) as error:

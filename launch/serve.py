@@ -17,6 +17,7 @@ from typing import NoReturn
 import msgspec
 import torch
 
+from moe_runtime.comm.agreement import all_or_none
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.tensor_parallel import TensorParallel, open_tensor_parallel
 from moe_runtime.comm.transports import Transport, open_transport
@@ -33,6 +34,7 @@ from moe_runtime.launch.cli import (
     EXIT_SELF_CHECK,
     EXIT_USAGE,
     parse_config,
+    print_error,
     usage_error,
 )
 from moe_runtime.launch.distributed import close_ranks, init_ranks
@@ -56,54 +58,80 @@ def main(args: Sequence[str] | None = None) -> int:
     config = parse_config(ServeConfig, args, prog="moe_runtime.serve")
     try:
         group = init_ranks(config.engine.device)
-        setup_logging(group.rank)
-        plan = plan_model(config.engine, group)
-        deployment = plan_deployment(plan, config.engine, group)
-    except (CheckpointError, ValueError) as error:
+    except ValueError as error:
         usage_error(str(error))
-    except CapacityError as error:
-        logger.error("the model does not fit: %s", error)
-        return EXIT_NO_FIT
-    front_end: FrontEndProcess | None = None
-    greeting = _Greeting(identity=f"{plan.fingerprint} {config.engine}")
-    if group.rank == 0:
-        try:
-            front_end = FrontEndProcess(_server_config(config, plan, deployment, group))
-            greeting = msgspec.structs.replace(greeting, endpoint=front_end.endpoint, port=front_end.port)
-        except ChildFailedError as error:
-            logger.error("%s", error)
-            greeting = msgspec.structs.replace(greeting, exit_code=error.exit_code or EXIT_FAULT)
-    greetings = [
-        msgspec.msgpack.decode(data, type=_Greeting)
-        for data in group.all_gather_bytes(msgspec.msgpack.encode(greeting))
-    ]
-    if greetings[0].exit_code:
-        close_ranks(group)
-        return greetings[0].exit_code
+    setup_logging(group.rank)
+    plan = _plan(config, group)
+    tensor_parallel: TensorParallel | None = None
     try:
-        if _has_other_identity(greetings, group):
-            close_ranks(group)
-            return EXIT_USAGE
-        try:
-            transport = open_transport(group, config.engine.dispatcher, plan.device)
-            tensor_parallel = open_tensor_parallel(group, config.engine.tp, config.engine.dispatcher)
-        except ValueError as error:
-            logger.error("%s", error)  # on every rank alike
-            close_ranks(group)
-            return EXIT_USAGE
-        return _serve(config, plan, deployment, transport, tensor_parallel, front_end, greetings[0], start_s)
+        transport = open_transport(group, config.engine.dispatcher, plan.device)
+        group = transport.group
+        tensor_parallel = open_tensor_parallel(group, config.engine.tp, config.engine.dispatcher)
+        deployment = plan_deployment(plan, config.engine, group, transport.name)
+    except (ValueError, CapacityError) as error:  # on every rank alike
+        does_not_fit = isinstance(error, CapacityError)
+        logger.error("%s%s", "the model does not fit: " if does_not_fit else "", error)
+        close_ranks(group, tensor_parallel)
+        return EXIT_NO_FIT if does_not_fit else EXIT_USAGE
+    front_end: FrontEndProcess | None = None
+    address = _Address()
+    try:
+        if group.rank == 0:
+            try:
+                front_end = FrontEndProcess(_server_config(config, plan, deployment, group))
+                address = _Address(endpoint=front_end.endpoint, port=front_end.port)
+            except ChildFailedError as error:
+                logger.error("%s", error)
+                address = _Address(exit_code=error.exit_code or EXIT_FAULT)
+        address = msgspec.msgpack.decode(
+            group.all_gather_bytes(msgspec.msgpack.encode(address))[0], type=_Address
+        )
+        if address.exit_code:
+            close_ranks(group, tensor_parallel)
+            return address.exit_code
+        return _serve(config, plan, deployment, transport, tensor_parallel, front_end, address, start_s)
     finally:
         if front_end is not None:
             front_end.close()
 
 
 class _Greeting(msgspec.Struct, frozen=True, kw_only=True):
-    """What ranks tell each other before loading."""
+    """What ranks tell each other before anything else: what they are to run, or why they cannot."""
 
-    identity: str
+    identity: str = ""
+    fault: str = ""
+
+
+class _Address(msgspec.Struct, frozen=True, kw_only=True):
+    """Where rank 0's front end listens; with an exit code, that it does not."""
+
     endpoint: str = ""
     port: int = 0
     exit_code: int = 0
+
+
+def _plan(config: ServeConfig, group: RankGroup) -> ModelPlan:
+    """The plan, once all ranks have the same one; else they end together, with the code of usage.
+
+    This is the ranks' first exchange, whatever their flags: other flags may lead to other collectives.
+    """
+    plan: ModelPlan | None = None
+    try:
+        plan = plan_model(config.engine, group)
+        greeting = _Greeting(identity=f"{plan.fingerprint} {config.engine}")
+    except ValueError as error:  # CheckpointError is one
+        greeting = _Greeting(fault=str(error))
+    greetings = [
+        msgspec.msgpack.decode(data, type=_Greeting)
+        for data in group.all_gather_bytes(msgspec.msgpack.encode(greeting))
+    ]
+    faults = [rank for rank, other in enumerate(greetings) if other.fault]
+    if faults:
+        print_error(greeting.fault or f"rank {faults[0]}: {greetings[faults[0]].fault}")
+    elif plan is not None and not _has_other_identity(greetings, group):
+        return plan
+    close_ranks(group)  # nobody leaves, which ends the others, before all have spoken
+    raise SystemExit(EXIT_USAGE)
 
 
 def _has_other_identity(greetings: Sequence[_Greeting], group: RankGroup) -> bool:
@@ -127,14 +155,14 @@ def _serve(
     transport: Transport,
     tensor_parallel: TensorParallel,
     front_end: FrontEndProcess | None,
-    greeting: _Greeting,
+    address: _Address,
     start_s: float,
 ) -> int:
     group = transport.group
     if group.rank == 0:
         logger.info("dispatcher %s: %s", transport.name, transport.reason)
     try:
-        _check_memory(plan, deployment.num_kv_blocks, group, config.engine.tp)
+        all_or_none(group, lambda: _check_memory(plan, deployment.num_kv_blocks, group, config.engine.tp))
         with progress_bar("loading weights", shown=group.rank == 0) as on_progress:
             model = load_model(
                 plan,
@@ -168,11 +196,11 @@ def _serve(
         "start_s": round(time.monotonic() - start_s, 2),
     }
     service = RankService(
-        engine, group.rank, greeting.endpoint, info, front_end.is_alive if front_end else lambda: True
+        engine, group.rank, address.endpoint, info, front_end.is_alive if front_end else lambda: True
     )
     _install_signal_handlers(front_end)
     if group.rank == 0:
-        logger.info("serving on http://%s:%d", config.http.host, greeting.port)
+        logger.info("serving on http://%s:%d", config.http.host, address.port)
     try:
         service.run()
     except RuntimeError:

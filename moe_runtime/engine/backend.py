@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from moe_runtime.comm.agreement import all_or_none
 from moe_runtime.comm.groups import RankGroup
+from moe_runtime.comm.transports import EXCHANGE_TIMEOUT_S, TransportName
 from moe_runtime.engine.config import EngineConfig
 from moe_runtime.engine.cpu_runner import CpuRunner
 from moe_runtime.engine.engine import Engine
@@ -37,21 +39,27 @@ class Deployment:
     limits: RequestLimits
 
 
-def plan_deployment(plan: ModelPlan, config: EngineConfig, group: RankGroup | None = None) -> Deployment:
+def plan_deployment(
+    plan: ModelPlan,
+    config: EngineConfig,
+    group: RankGroup | None = None,
+    transport: TransportName = "collective",
+) -> Deployment:
     """Settle the KV cache and, from it, the limits of requests; a collective where ranks measure their GPUs.
 
     Args:
         plan: The model.
         config: Settings.
         group: The ranks; one by default.
+        transport: What moves rows between them.
 
     Raises:
-        CapacityError: the GPU has no room for one sequence of full length.
+        CapacityError: a GPU has no room for one sequence of full length; on all ranks alike.
     """
     num_blocks = config.kv_cache_blocks
     if num_blocks is None and plan.device.type == "cuda":
         ranks = group or RankGroup()
-        num_blocks = gpu_num_blocks(plan, config, ranks.size)
+        num_blocks = all_or_none(ranks, lambda: gpu_num_blocks(plan, config, ranks.size, transport))
         # Requests have one limit, whichever rank serves them.
         num_blocks = int(ranks.all_gather(torch.tensor([num_blocks])).min())
     if num_blocks is None:
@@ -74,7 +82,7 @@ def start_engine(
     *,
     on_capture: Callable[[int, int], None] | None = None,
 ) -> Engine | Follower:
-    """An engine around loaded weights; a follower on all ranks of a tensor-parallel group but the first.
+    """An engine around loaded weights; a follower on all ranks of a tensor-parallel group but the first. A collective.
 
     Args:
         model: From ``load_model``.
@@ -84,7 +92,7 @@ def start_engine(
         on_capture: Told (CUDA graphs captured, in total); None captures them when first needed.
 
     Raises:
-        CapacityError: the GPU's memory ran out.
+        CapacityError: memory ran out somewhere; on all ranks alike, and the decoder is as before.
     """
     runner = _runner(model, deployment, config, group, on_capture)
     tensor_parallel = model.tensor_parallel
@@ -117,28 +125,42 @@ def _runner(
     group: RankGroup,
     on_capture: Callable[[int, int], None] | None,
 ) -> Runner:
-    plan = model.plan
-    if isinstance(model.decoder, Decoder):
-        cache = KVCache(plan.config, deployment.num_kv_blocks, plan.torch_dtype, model.tensor_parallel.size)
-        return CpuRunner(model.decoder, cache)
+    plan, decoder, num_blocks = model.plan, model.decoder, deployment.num_kv_blocks
+    if isinstance(decoder, Decoder):
+        cache = all_or_none(
+            group,
+            lambda: KVCache(plan.config, num_blocks, plan.torch_dtype, model.tensor_parallel.size),
+            reason=f"memory ran out for {num_blocks} KV blocks: lower kv_cache_blocks",
+            failures=(RuntimeError, MemoryError),
+        )
+        return CpuRunner(decoder, cache)
     from moe_runtime.engine.cuda_runner import CudaRunner  # needs Triton, which CPU machines may lack
 
-    try:
-        model.decoder.reserve_rows(config.max_num_batched_tokens)
+    def make() -> CudaRunner:
         runner = CudaRunner(
-            model.decoder,
-            deployment.num_kv_blocks,
+            decoder,
+            num_blocks,
             config.max_num_seqs,
             plan.max_model_len,
             use_graphs=not config.enforce_eager,
             check_peers=None if group.links is None else group.links.check_peers,
+            timeout_s=EXCHANGE_TIMEOUT_S if group.size > 1 else None,
         )
         if on_capture is not None and plan.device.type == "cuda":
             runner.capture_graphs(on_capture)
             torch.cuda.synchronize()
-    except torch.OutOfMemoryError as error:
-        raise CapacityError(
-            f"the GPU's memory ran out beside {deployment.num_kv_blocks} KV blocks: lower gpu_memory_utilization, "
-            f"kv_cache_blocks, max_num_seqs or max_num_batched_tokens ({error})"
-        ) from error
-    return runner
+        return runner
+
+    max_rows = decoder.max_rows
+    decoder.reserve_rows(config.max_num_batched_tokens)
+    try:
+        return all_or_none(
+            group,
+            make,
+            reason=f"the GPU's memory ran out beside {num_blocks} KV blocks: lower gpu_memory_utilization, "
+            "kv_cache_blocks, max_num_seqs or max_num_batched_tokens",
+        )
+    except CapacityError as error:
+        message = str(error)
+    decoder.reserve_rows(max_rows, exactly=True)
+    raise CapacityError(message)

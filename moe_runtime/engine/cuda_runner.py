@@ -23,6 +23,7 @@ from moe_runtime.engine.sampler import ScoredRow, num_logprobs, row_sampling
 from moe_runtime.engine.scheduler import ScheduledChunk
 from moe_runtime.engine.sequence import UNKNOWN_TOKEN, Sequence
 from moe_runtime.engine.step_plan import StepPlan
+from moe_runtime.errors import PeerError
 from moe_runtime.kernels.attention import BLOCK_SIZE
 from moe_runtime.kernels.attention_tiles import make_row_tiles
 from moe_runtime.kernels.attention_tree_triton import TREE
@@ -56,6 +57,7 @@ class CudaRunner(Runner):
         max_model_len: Longest context, in tokens.
         use_graphs: Capture decode steps; else launch them kernel by kernel.
         check_peers: Raises ``PeerError`` where another rank has gone or stalled: the device would wait for it for good.
+        timeout_s: Of a wait for a step, after which ``PeerError`` is raised; none where no step waits for another rank.
     """
 
     def __init__(
@@ -66,13 +68,14 @@ class CudaRunner(Runner):
         max_model_len: int,
         use_graphs: bool,
         check_peers: Callable[[], None] | None = None,
+        timeout_s: float | None = None,
     ) -> None:
         config = decoder.local
         self.decoder = decoder
         # The ranks of a group run what its first one plans, token ids included.
         self.overlaps = decoder.tensor_parallel.size == 1
         self.device = decoder.device
-        self._check_peers = check_peers
+        self._wait_limits = (check_peers, timeout_s)
         shape = (num_kv_blocks, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
         self.kv_caches = [
             (
@@ -85,7 +88,9 @@ class CudaRunner(Runner):
         self.largest_decode = min(MAX_DECODE_ROWS, max(max_num_seqs, 1))
         self._slots = _SequenceSlots(2 * max_num_seqs)
         self.last_token = torch.zeros(2 * max_num_seqs, dtype=torch.int32, device=self.device)
-        self._inputs = _InputRing(MAX_DECODE_ROWS * (3 + self.max_blocks) + 1, self.device)
+        self._inputs = _InputRing(
+            MAX_DECODE_ROWS * (3 + self.max_blocks) + 1, self.device, check_peers, timeout_s
+        )
         self._decode_inputs = torch.zeros(
             MAX_DECODE_ROWS * (3 + self.max_blocks) + 1, dtype=torch.int32, device=self.device
         )
@@ -182,7 +187,7 @@ class CudaRunner(Runner):
         done = _Event(self.device)
 
         def collect() -> list[ScoredRow]:
-            done.wait(self._check_peers)
+            done.wait(*self._wait_limits)
             return []
 
         return collect
@@ -332,7 +337,7 @@ class CudaRunner(Runner):
         done = _Event(self.device)
 
         def collect() -> list[ScoredRow]:
-            done.wait(self._check_peers)
+            done.wait(*self._wait_limits)
             token_ids = host_chosen.tolist()
             if host_logprobs is None:
                 return [ScoredRow(token_id, None) for token_id in token_ids]
@@ -409,8 +414,11 @@ class _SequenceSlots:
 class _InputRing:
     """Pinned host buffers, taken in turn, so that a copy under way is never written over."""
 
-    def __init__(self, size: int, device: torch.device) -> None:
+    def __init__(
+        self, size: int, device: torch.device, check: Callable[[], None] | None, timeout_s: float | None
+    ) -> None:
         self._device = device
+        self._wait_limits = (check, timeout_s)  # a copy waits for the steps before it
         self._buffers = [self._make(size) for _ in range(NUM_INPUT_SETS)]
         self._copied: list[_Event | None] = [None] * NUM_INPUT_SETS
         self._turn = 0
@@ -420,7 +428,7 @@ class _InputRing:
         self._turn = (self._turn + 1) % NUM_INPUT_SETS
         copied = self._copied[self._turn]
         if copied is not None:
-            copied.wait()
+            copied.wait(*self._wait_limits)
         if self._buffers[self._turn].shape[0] < size:
             self._buffers[self._turn] = self._make(2 * size)
         result: np.ndarray[tuple[int], np.dtype[np.int32]] = self._buffers[self._turn][:size].numpy()
@@ -444,19 +452,27 @@ class _Event:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
-    def wait(self, check: Callable[[], None] | None = None) -> None:
-        """Wait; a check is made now and then, and ends the wait by raising."""
+    def wait(self, check: Callable[[], None] | None = None, timeout_s: float | None = None) -> None:
+        """Wait; a check is made now and then, and ends the wait by raising.
+
+        Raises:
+            PeerError: the device has not come here in ``timeout_s``.
+        """
         if self._event is None:
             return
-        if check is None:
+        if check is None and timeout_s is None:
             self._event.synchronize()
             return
         start_s = check_s = time.monotonic()
         while not self._event.query():  # type: ignore[no-untyped-call]
             now_s = time.monotonic()
-            if now_s - check_s >= CHECK_S:
+            if check is not None and now_s - check_s >= CHECK_S:
                 check()
                 check_s = now_s
+            if timeout_s is not None and now_s - start_s >= timeout_s:
+                raise PeerError(
+                    f"the GPU's step has not ended in {timeout_s:g} s: another rank has gone or is late"
+                )
             if now_s - start_s >= SPIN_S:
                 time.sleep(SLEEP_S)
 

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
+from moe_runtime.comm.agreement import all_or_none
 from moe_runtime.comm.gpu_exchange import (
     CollectiveExchange,
     ExchangeSizes,
@@ -41,7 +42,7 @@ def make_gpu_experts(
 
     Args:
         plan: The model, and where its experts are.
-        group: The expert-parallel group; making the experts is a collective.
+        group: The expert-parallel group; making the experts is a collective with one outcome on all ranks.
         transport: What moves rows.
         schedules: The device's table.
     """
@@ -78,26 +79,39 @@ def _spread(
     """This rank's experts, its peers' reached by the transport."""
     sizes = exchange_sizes(plan, group.size, max_rows)
     few = replace(sizes, max_rows=min(max_rows, MAX_CAPACITY))
-    exchange: SymmetricExchange | CollectiveExchange
-    rehearsal: SymmetricExchange | CollectiveExchange
+    connected: SymmetricExchange | None = None
     if transport == "symmetric":
         space = SymmetricSpace.connect(group, sizes.symmetric_bytes, plan.device)
-        exchange = SymmetricExchange(space, sizes, first_expert)
-        alone = rehearsal_space(few, group.rank, plan.device)
-        rehearsal = SymmetricExchange(alone, few, first_expert, live=False)
-    else:
+        connected = SymmetricExchange(space, sizes, first_expert)
+
+    def make() -> SpreadExperts:
+        """What is this rank's own."""
+        rehearsal: SymmetricExchange | CollectiveExchange
+        if connected is not None:
+            alone = rehearsal_space(few, group.rank, plan.device)
+            rehearsal = SymmetricExchange(alone, few, first_expert, live=False)
+        else:
+            rehearsal = CollectiveExchange(rehearsal_group(group), few, first_expert, plan.device)
         moving = replace(group, links=None)
-        exchange = CollectiveExchange(moving, sizes, first_expert, plan.device)
-        rehearsal = CollectiveExchange(rehearsal_group(group), few, first_expert, plan.device)
+        return SpreadExperts(
+            plan.config,
+            schedules,
+            connected or CollectiveExchange(moving, sizes, first_expert, plan.device),
+            rehearsal,
+            first_expert,
+            max_rows,
+            plan.torch_dtype,
+            plan.device,
+        )
+
+    experts = all_or_none(group, make)
     logger.info(
         "%s buffers of expert parallelism for %d tokens a rank: %.1f MiB",
         transport,
         max_rows,
-        exchange.num_bytes / 2**20,
+        experts.num_bytes / 2**20,
     )
-    return SpreadExperts(
-        plan.config, schedules, exchange, rehearsal, first_expert, max_rows, plan.torch_dtype, plan.device
-    )
+    return experts
 
 
 def _loopback(

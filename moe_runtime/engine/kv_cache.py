@@ -14,6 +14,7 @@ from moe_runtime.models.model_config import ModelConfig
 from moe_runtime.models.registry import tensor_specs
 
 if TYPE_CHECKING:
+    from moe_runtime.comm.transports import TransportName
     from moe_runtime.engine.config import EngineConfig
     from moe_runtime.engine.model_loader import ModelPlan
 
@@ -59,7 +60,9 @@ def default_num_blocks(
     return max(per_sequence, min(max_num_seqs * per_sequence, affordable))
 
 
-def gpu_num_blocks(plan: ModelPlan, config: EngineConfig, num_ranks: int = 1) -> int:
+def gpu_num_blocks(
+    plan: ModelPlan, config: EngineConfig, num_ranks: int = 1, transport: TransportName = "collective"
+) -> int:
     """Blocks per GPU where the user names none: what is free now, less weights, buffers and a reserve for graphs and
     compiled kernels, and no more than all sequences at full length need.
 
@@ -67,6 +70,7 @@ def gpu_num_blocks(plan: ModelPlan, config: EngineConfig, num_ranks: int = 1) ->
         plan: The model.
         config: Settings.
         num_ranks: Over which the experts are spread.
+        transport: What moves rows between them.
 
     Raises:
         CapacityError: not even one sequence of full length fits.
@@ -92,8 +96,7 @@ def gpu_num_blocks(plan: ModelPlan, config: EngineConfig, num_ranks: int = 1) ->
     rows = config.max_num_batched_tokens
     if num_ranks > 1:
         sizes = exchange_sizes(plan, num_ranks, rows)
-        collective = config.dispatcher == "collective"
-        buffer_bytes += sizes.collective_bytes if collective else sizes.symmetric_bytes
+        buffer_bytes += sizes.symmetric_bytes if transport == "symmetric" else sizes.collective_bytes
         buffer_bytes += NCCL_BYTES
         rows = min(num_ranks * rows, MAX_SLICE)
     buffer_bytes += rows * model.num_experts_per_tok * pair_items * item_bytes

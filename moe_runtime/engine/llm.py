@@ -78,6 +78,7 @@ class LLM:
 
     Raises:
         CheckpointError, ValueError, InvarianceError: As loading does.
+        CapacityError: there is no room.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class LLM:
     ) -> None:
         self.config = msgspec.convert({"model": model, **options}, EngineConfig)
         self.group = group or RankGroup()
+        self._engine: Engine | Follower | None = None
         plan = plan_model(self.config, self.group)
         if self.group.rank == 0 and self.config.invariance == "batch":  # elsewhere nobody could expect it
             logger.info("%s", plan.multiple_reduction)
@@ -97,7 +99,7 @@ class LLM:
         self.group = self.transport.group
         tensor_parallel = open_tensor_parallel(self.group, self.config.tp, self.config.dispatcher)
         # On a GPU, from what is free before the weights.
-        deployment = plan_deployment(plan, self.config, self.group)
+        deployment = plan_deployment(plan, self.config, self.group, self.transport.name)
         self.model: LoadedModel = load_model(
             plan,
             self.config,
@@ -162,7 +164,7 @@ class LLM:
     def _start_engine(self, deployment: Deployment) -> None:
         self.deployment = deployment
         self.limits = deployment.limits
-        self._engine: Engine | Follower | None = start_engine(self.model, deployment, self.config, self.group)
+        self._engine = start_engine(self.model, deployment, self.config, self.group)
 
     def reconfigure(
         self,
@@ -178,20 +180,22 @@ class LLM:
         in place. After ``stop_engine`` the former limits count as kept.
 
         Raises:
-            CapacityError: the GPU has no room for these limits; the former ones are in force again.
+            CapacityError: a rank has no room for these limits; on all ranks alike, where the former ones are in force
+                again.
         """
         config = self.config
         if self.model.plan.device.type == "cuda":
             kv_cache_blocks = kv_cache_blocks or self.deployment.num_kv_blocks
-        self.config = replace(
+        wanted = replace(
             config,
             max_num_seqs=max_num_seqs or config.max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens or config.max_num_batched_tokens,
             kv_cache_blocks=kv_cache_blocks or config.kv_cache_blocks,
             enforce_eager=config.enforce_eager if enforce_eager is None else enforce_eager,
         )
-        deployment = plan_deployment(self.model.plan, self.config, self.group)
+        deployment = plan_deployment(self.model.plan, wanted, self.group, self.transport.name)
         before = self.deployment
+        self.config = wanted
         self.stop_engine()  # its cache makes room for the next one's
         try:
             self._start_engine(deployment)

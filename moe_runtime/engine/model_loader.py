@@ -307,6 +307,7 @@ def load_on_gpu(
             make_gpu_experts(plan, group, transport, schedules),
             tp.on_device,
             engine_config.invariance,
+            group,
         )
         source.close(expected=wanted)
     audit = AuditReport()
@@ -359,12 +360,19 @@ def _device(engine_config: EngineConfig, group: RankGroup | None) -> torch.devic
         raise ValueError("device (cuda) must be cpu here: torch sees no GPU")
     if num_ranks == 1:
         return torch.device("cuda")
-    local_rank, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if local_rank >= num_gpus:
+    num_gpus = torch.cuda.device_count()
+    if num_gpus == 1:
+        # A rank's own where a launcher shows each rank one GPU; whether ranks share it is seen once they can talk.
+        return torch.device("cuda", 0)
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    num_local = int(
+        os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1)
+    )  # not the rank: a host's ranks see one fault
+    if num_local > num_gpus:
         # The CPU has other bits, so nothing falls back to it silently.
         raise ValueError(
-            f"device ({engine_config.device}) must be cpu with more ranks on a host than GPUs: this is rank "
-            f"{local_rank} there, and torch sees {num_gpus}"
+            f"device ({engine_config.device}) must be cpu with more ranks on a host than GPUs: here are {num_local} "
+            f"ranks, and torch sees {num_gpus}"
         )
     return torch.device("cuda", local_rank)
 

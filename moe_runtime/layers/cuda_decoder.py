@@ -19,9 +19,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from moe_runtime.comm.agreement import all_or_none
 from moe_runtime.comm.all_reduce import all_reduce
 from moe_runtime.comm.gpu_exchange import StepShape, rehearsal_group
+from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.tensor_parallel import TensorParallel
+from moe_runtime.errors import CapacityError
 from moe_runtime.kernels.attention_tree_triton import check_heads
 from moe_runtime.kernels.attention_triton import DecodeSchedule, attend_decode, decode_workspace
 from moe_runtime.kernels.experts_triton import MAX_CAPACITY
@@ -55,7 +58,7 @@ __all__ = [
 MAX_DECODE_ROWS = MAX_CAPACITY
 
 ExpertsMaker = Callable[[int], Experts]
-"""From the most rows of a step to the experts' half of all layers; a collective where ranks are several."""
+"""From the most rows of a step to the experts' half of all layers; a collective, CapacityError on all ranks or none."""
 
 KVCaches = SequenceOf[tuple[torch.Tensor, torch.Tensor]]
 
@@ -109,6 +112,7 @@ class CudaDecoder:
     """A model on one GPU.
 
     Attributes:
+        max_rows: Most tokens of a step that there is room for.
         max_split_rows: See the function of that name; ``workspace`` is for as many.
         pdl: Launch kernels dependent on the one before; a schedule.
         schedules: Decides the schedule of every launch.
@@ -128,8 +132,10 @@ class CudaDecoder:
         make_experts: Runs them, and gets rows from and to other ranks; by default all are here.
         tensor_parallel: Ranks that share the attention, able to move tensors of the device; by default this one.
         level: Invariance level.
+        group: Ranks that make their experts together; by default this one.
 
     Raises:
+        CapacityError: there is no room for ``max_rows``.
         ValueError: the model has something that this path does not implement.
     """
 
@@ -146,6 +152,7 @@ class CudaDecoder:
         make_experts: ExpertsMaker | None = None,
         tensor_parallel: TensorParallel | None = None,
         level: Level = "topology",
+        group: RankGroup | None = None,
     ) -> None:
         check_supported(config)
         self.config = config
@@ -190,10 +197,13 @@ class CudaDecoder:
         ]
         norms = [layer.input_norm for layer in self.layers[1:]]
         self.next_norms = [*norms, load("final_norm").float()]
-        if tp.size > 1:
-            # The first move connects the ranks, which cannot be captured in a graph.
+        if tp.size > 1:  # the first move connects the ranks, which cannot be captured in a graph
             tp.gather_rows(torch.zeros(1, 1, device=device), [1] * tp.size)
+        self._group = group or RankGroup()
         self._make_experts = make_experts or self._all_local
+        self.buffers: _Buffers
+        self.experts: Experts
+        self.max_rows = 0
         self._make_buffers(max(max_rows, MAX_DECODE_ROWS))
         self.max_split_rows = max_split_rows(self.local, device)
         self.workspace = decode_workspace(
@@ -204,19 +214,35 @@ class CudaDecoder:
         return LocalExperts(self.config, self.schedules, max_rows, self.dtype, self.device)
 
     def _make_buffers(self, max_rows: int) -> None:
-        self.buffers = _Buffers(self.local, max_rows, self.dtype, self.device)
-        self.experts = self._make_experts(max_rows)
-
-    def reserve_rows(self, max_rows: int) -> None:
-        """Have room for steps of ``max_rows`` tokens, on one rank no more; graphs captured before are of no use then. A
-        collective where ranks are several, whose common buffers only grow."""
-        max_rows = max(max_rows, MAX_DECODE_ROWS)
-        if self.buffers.max_rows == max_rows or (
-            self.experts.num_processes > 1 and self.buffers.max_rows > max_rows
-        ):
+        if self.max_rows:
+            del self.buffers, self.experts  # their memory makes room for the next ones
+        self.max_rows = 0
+        try:
+            # First what is a collective: a rank without room for the rest must not be missed there.
+            experts = self._make_experts(max_rows)
+            arguments = self.local, max_rows, self.dtype, self.device
+            self.buffers = all_or_none(self._group, lambda: _Buffers(*arguments))
+            self.experts, self.max_rows = experts, max_rows
             return
-        del self.buffers, self.experts  # their memory makes room for the next ones
-        self._make_buffers(max_rows)
+        except (CapacityError, torch.OutOfMemoryError) as error:
+            message = f"no room for steps of {max_rows} tokens: lower max_num_batched_tokens ({error})"
+        raise CapacityError(message)  # out of reach of the error that holds on to what was taken
+
+    def reserve_rows(self, max_rows: int, *, exactly: bool = False) -> None:
+        """Have room for steps of ``max_rows`` tokens; graphs captured before are of no use then. A collective of ranks,
+        whose buffers only grow unless ``exactly``. After a ``CapacityError``, on all of them, the room is as before.
+        """
+        max_rows, former = max(max_rows, MAX_DECODE_ROWS), self.max_rows
+        if former == max_rows or (former > max_rows and self._group.size > 1 and not exactly):
+            return
+        try:
+            self._make_buffers(max_rows)
+            return
+        except CapacityError as error:
+            message = str(error)
+        if former:
+            self._make_buffers(former)
+        raise CapacityError(message)
 
     def decode(
         self,

@@ -230,7 +230,7 @@ def _topology(setup: AxisSetup) -> list[Run]:
     cases = setup.source.shuffle("topology", setup.short(setup.some_cases(NUM_ELSEWHERE)))
     # Beside the weights of the deployment that the check started on: room for a few of the longest, no more.
     kv_cache_blocks = sum(sorted(map(setup.end_blocks, cases))[-NUM_ELSEWHERE:])
-    forms = [(None, "")]
+    forms: list[tuple[bool | None, str]] = [(None, "")]
     if setup.enforce_eager is not None:
         forms = [(False, " with graphs"), (True, " without graphs")]
     return [

@@ -208,7 +208,7 @@ class Runner:
             return self._refusals[topology]
         config = replace(
             topology.engine_config(self.llm.config),
-            device=self.llm.model.plan.device.type,
+            device="cuda" if self.llm.model.plan.device.type == "cuda" else "cpu",
             **asdict(limits),
         )
         is_alone = topology.ranks == "alone"

@@ -89,7 +89,7 @@ def other_topologies(own: Topology, *, num_ranks: int, level: Level, full: bool 
     """
     tps = [own.tp]
     alone = [Topology(ranks="alone")]
-    played = LOOPBACK_RANKS if full or num_ranks == 1 else ()
+    played: tuple[int, ...] = LOOPBACK_RANKS if full or num_ranks == 1 else ()
     if level == "batch":
         alone = []
         played = (num_ranks,) if num_ranks > 1 and own.tp == 1 else ()

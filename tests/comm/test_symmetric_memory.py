@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed._symmetric_memory as symm
 
 from moe_runtime.comm import symmetric_memory
 from moe_runtime.comm.groups import RankGroup
@@ -16,7 +18,10 @@ from moe_runtime.comm.symmetric_memory import (
     SymmetricSpace,
     carved_bytes,
     keep_multicast_off,
+    shared_gpu_fault,
 )
+from moe_runtime.errors import CapacityError
+from tests.ranks import RankContext
 
 TENSORS = [("a", (3, 5), torch.bfloat16), ("b", (7,), torch.int64), ("c", (2, 2, 9), torch.float32)]
 
@@ -103,6 +108,40 @@ def test_ranks_that_carved_other_tensors_are_found():
         space.check_layout()
 
 
+def connect_in_full_memory(context: RankContext) -> tuple[str, list[str]]:
+    """Rank 1's driver has no memory left; nobody may wait for it in the rendezvous."""
+    calls: list[str] = []
+
+    def empty(*size: int, **options: object) -> torch.Tensor:
+        calls.append("empty")
+        if context.rank == 1:
+            raise RuntimeError("CUDA driver error: out of memory")
+        return torch.empty(0)
+
+    def rendezvous(*arguments: object) -> None:
+        raise AssertionError("a rank went on alone")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(symmetric_memory, "_indexed", lambda device: device)
+        patch.setattr(symmetric_memory, "peer_access_fault", lambda group, device: "")
+        patch.setattr(symm, "empty", empty)
+        patch.setattr(symm, "rendezvous", rendezvous)
+        patch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty_cache"))
+        try:
+            SymmetricSpace.connect(context.group, 3 << 29, torch.device("cuda", context.rank))
+        except CapacityError as error:
+            return str(error), calls
+    return "", calls
+
+
+def test_a_rank_without_room_for_its_region_ends_all_before_they_wait_for_it(ranks):
+    expected = (
+        "rank 1: no room for 1610612736 bytes (1.5 GiB) of symmetric memory: lower max_num_batched_tokens "
+        "(CUDA driver error: out of memory)"
+    )
+    assert ranks(2, connect_in_full_memory) == [(expected, ["empty_cache", "empty"])] * 2
+
+
 class Properties:
     def __init__(self, index: int) -> None:
         self.uuid = f"gpu{index}"
@@ -123,6 +162,20 @@ def test_why_ranks_cannot_share_memory(monkeypatch, hosts, uuids, reason):
     monkeypatch.setattr(torch.cuda, "get_device_properties", Properties)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, peer: {own, peer} == {0, 1})
     assert symmetric_memory._fault(hosts, uuids, 0, torch.device("cuda", 0)) == reason
+
+
+def name_shared_gpu(context: RankContext, uuids: list[str]) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(symmetric_memory, "_indexed", lambda device: device)
+        patch.setattr(
+            torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuids[context.rank])
+        )
+        return shared_gpu_fault(context.group, torch.device("cuda", 0))
+
+
+def test_ranks_that_share_a_gpu_are_named(ranks):
+    assert ranks(3, name_shared_gpu, ["a", "b", "c"]) == [""] * 3
+    assert ranks(3, name_shared_gpu, ["a", "b", "b"]) == ["rank 1 and rank 2 share a GPU"] * 3
 
 
 def test_multicast_is_switched_off(monkeypatch):

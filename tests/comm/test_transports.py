@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from moe_runtime.comm import shared_memory
+from moe_runtime.comm import shared_memory, transports
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.transports import open_transport
 from tests.comm import fake_deep_ep
@@ -82,3 +82,30 @@ def test_deepep_is_for_gpus_where_every_rank_has_it(ranks):
             open_transport(RankGroup(size=size), "deepep")
     with pytest.raises(ValueError, match=r"dispatcher \(deepep\)"):
         open_transport(RankGroup(), "deepep", torch.device("cuda"))
+
+
+def open_between_gpus(context: RankContext, shared: str, links: str) -> tuple[str, list[str]]:
+    """As if the ranks had GPUs: the choice or the error, and what the log says."""
+    told: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transports, "shared_gpu_fault", lambda group, device: shared)
+        patch.setattr(transports, "peer_access_fault", lambda group, device: "")
+        patch.setattr(transports.logger, "warning", lambda text, *values: told.append(text % values))
+        if links:
+            patch.setattr(transports, "connect_shared_memory", lambda group, timeout_s: links)
+        try:
+            return open_transport(context.group, "collective", torch.device("cuda")).name, told
+        except ValueError as error:
+            return str(error), told
+
+
+def test_ranks_that_share_a_gpu_are_refused(ranks):
+    expected = "device (cuda) must be cpu with more ranks on a host than GPUs: rank 0 and rank 1 share a GPU"
+    assert ranks(2, open_between_gpus, "rank 0 and rank 1 share a GPU", "") == [(expected, [])] * 2
+
+
+def test_that_nothing_tells_when_a_rank_dies_is_said_once(ranks):
+    warning = "no shared memory between ranks (the ranks are on several hosts): one that dies is noticed after 300 s"
+    found = ranks(2, open_between_gpus, "", "the ranks are on several hosts")
+    assert found == [("collective", [warning]), ("collective", [])]
+    assert ranks(2, open_between_gpus, "", "") == [("collective", [])] * 2

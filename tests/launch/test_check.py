@@ -6,8 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from moe_runtime.engine.llm import LLM
+from moe_runtime.errors import CapacityError
 from moe_runtime.launch.check import main
+from moe_runtime.launch.cli import EXIT_NO_FIT
 from tests.checkpoints import tiny_config, write_checkpoint
 
 
@@ -56,3 +60,20 @@ def test_bad_usage_ends_with_code_2(
     # The parser draws a frame and wraps.
     text = " ".join(word for word in capsys.readouterr().err.split() if not set(word) <= set("\u2502\u2500"))
     assert message in text
+
+
+@pytest.mark.parametrize(
+    "error", [CapacityError("12 GiB are missing"), torch.OutOfMemoryError("12 GiB are missing")]
+)
+def test_a_model_that_does_not_fit_ends_with_code_3_and_one_message(
+    error: Exception,
+    flags: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def load(*args: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(LLM, "from_config", load)
+    assert main(flags) == EXIT_NO_FIT
+    assert capsys.readouterr().err.endswith("error: the model does not fit: 12 GiB are missing\n")

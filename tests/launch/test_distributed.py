@@ -59,3 +59,21 @@ def test_a_bad_environment_is_named(
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=message):
         init_ranks()
+
+
+@pytest.mark.parametrize(("num_gpus", "expected"), [(4, [3]), (1, [0]), (2, [])])
+def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one_it_is_shown(
+    num_gpus: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(distributed.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(distributed.torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(distributed.torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(distributed, "keep_multicast_off", lambda: None)
+    monkeypatch.setattr(distributed.dist, "init_process_group", lambda backend, timeout: None)
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "3")
+    for name, value in (("WORLD_SIZE", "4"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    assert init_ranks("cuda") == RankGroup(rank=3, size=4)
+    assert taken == expected

@@ -7,10 +7,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 import moe_runtime.builtin
 from moe_runtime.engine.llm import LLM
 from moe_runtime.engine.request import SamplingParams
+from moe_runtime.errors import CapacityError
+from moe_runtime.launch.cli import EXIT_NO_FIT
 from moe_runtime.launch.generate import main, parse_line
 
 
@@ -164,3 +167,19 @@ def test_an_output_is_replaced_only_by_a_complete_one(
     assert Path("/dev/null").is_char_device()
     names = ["bad.jsonl", "good.jsonl", "link", "out.jsonl"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+@pytest.mark.parametrize(
+    "error", [CapacityError("12 GiB are missing"), torch.OutOfMemoryError("12 GiB are missing")]
+)
+def test_a_model_that_does_not_fit_ends_with_code_3_and_one_message(
+    error: Exception, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*args: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(LLM, "from_config", load)
+    source, target = _write(tmp_path / "in.jsonl", {"prompt": "a"}), tmp_path / "out.jsonl"
+    assert main(["--input", str(source), "--output", str(target)]) == EXIT_NO_FIT
+    assert capsys.readouterr().err.endswith("error: the model does not fit: 12 GiB are missing\n")
+    assert not target.exists()

@@ -22,6 +22,7 @@ from moe_runtime.launch.cli import EXIT_NO_FIT, EXIT_USAGE
 from moe_runtime.launch.serve import main as serve
 from tests.checkpoints import tiny_config, write_checkpoint
 from tests.gpu_engine import gpu_config, write_gpu_checkpoint
+from tests.ranks import RankContext
 
 
 @pytest.fixture(scope="module")
@@ -75,13 +76,30 @@ def test_a_gpu_asked_for_where_there_is_none_is_refused(folder, monkeypatch):
 def test_a_rank_without_a_gpu_of_its_own_is_refused(folder, pretended_gpu, monkeypatch):
     pretended_gpu(80 << 30)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setenv("LOCAL_RANK", "2")
-    message = r"device \(auto\) must be cpu with more ranks on a host than GPUs: this is rank 2 there, and torch sees 2"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    message = (
+        r"device \(auto\) must be cpu with more ranks on a host than GPUs: here are 3 ranks, and torch sees 2"
+    )
+    for rank in range(3):  # the fault is every rank's, or those with a GPU would wait for those without
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        with pytest.raises(ValueError, match=message):
+            plan_model(EngineConfig(model=str(folder)), RankGroup(rank=rank, size=3))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
     with pytest.raises(ValueError, match=message):
         plan_model(EngineConfig(model=str(folder)), RankGroup(rank=2, size=3))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "1")
     plan = plan_model(EngineConfig(model=str(folder)), RankGroup(rank=1, size=2))
     assert plan.device == torch.device("cuda", 1)
+
+
+def test_the_one_gpu_that_a_rank_is_shown_is_its_own(folder, pretended_gpu, monkeypatch):
+    pretended_gpu(80 << 30)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    plan = plan_model(EngineConfig(model=str(folder)), RankGroup(rank=3, size=4))
+    assert plan.device == torch.device("cuda", 0)
 
 
 def test_a_missing_triton_is_named_before_weights_are_read(folder, pretended_gpu, monkeypatch):
@@ -123,6 +141,47 @@ def test_gpu_blocks_are_what_is_free_but_no_more_than_the_sequences_need(folder,
     pretended_gpu(5 << 30)
     assert gpu_num_blocks(plan, greedy) > few
     assert gpu_num_blocks(plan, replace(greedy, gpu_memory_utilization=0.85)) < gpu_num_blocks(plan, greedy)
+
+
+def test_the_transport_decides_what_buffers_take(folder, pretended_gpu, monkeypatch):
+    pretended_gpu(9 << 30)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    config = EngineConfig(model=str(folder), max_num_seqs=2**16, max_num_batched_tokens=2**16)
+    plan = plan_model(config, RankGroup(size=4))
+    for dispatcher in ("auto", "collective", "symmetric"):  # what was asked for says nothing
+        wanted = replace(config, dispatcher=dispatcher)
+        symmetric, collective = (
+            gpu_num_blocks(plan, wanted, 4, name) for name in ("symmetric", "collective")
+        )
+        assert symmetric > collective > 0
+
+
+def plan_on_little_memory(context: RankContext, folder: str, free_gib: list[int]) -> str:
+    """As if every rank had a GPU of its own with as much free."""
+    free_bytes = free_gib[context.rank] << 30
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "device_count", lambda: context.world_size)
+        patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+        patch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free_bytes, 80 << 30))
+        properties = SimpleNamespace(multi_processor_count=132)
+        patch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
+        config = EngineConfig(model=folder, max_num_seqs=2**14, max_num_batched_tokens=2**14)
+        plan = plan_model(config, context.group)
+        try:
+            return str(plan_deployment(plan, config, context.group, "symmetric").num_kv_blocks)
+        except CapacityError as error:
+            return str(error)
+
+
+def test_a_gpu_that_is_too_full_is_told_on_all_ranks(ranks, folder):
+    found = ranks(2, plan_on_little_memory, str(folder), [20, 2])
+    assert found[0] == found[1]
+    assert found[0].startswith("rank 1: the GPU has 2.0 GiB free")
+    few = ranks(2, plan_on_little_memory, str(folder), [6, 20])
+    many = ranks(2, plan_on_little_memory, str(folder), [20, 20])
+    assert few[0] == few[1]
+    assert int(few[0]) < int(many[0])
 
 
 def test_too_little_memory_says_what_to_change_and_serve_exits_3(folder, pretended_gpu, caplog, monkeypatch):

@@ -6,15 +6,19 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import moe_runtime.builtin
+from moe_runtime.engine import backend
 from moe_runtime.engine import llm as llm_module
 from moe_runtime.engine.llm import LLM
 from moe_runtime.engine.request import MAX_LOGPROBS, SamplingParams
 from moe_runtime.errors import CapacityError, CheckpointError, InvalidRequestError
 from tests.checkpoints import tiny_config, write_checkpoint
+from tests.ranks import RankContext
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 WILD = SamplingParams(temperature=1.5, max_tokens=12)
@@ -367,6 +371,79 @@ def test_limits_that_find_no_room_leave_the_former_ones_in_force(llm, monkeypatc
     assert llm.config == config
     assert llm.engine.stats().num_kv_blocks == 16
     assert ids_of(llm) == expected
+
+
+def fill_memory(patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+    """The next call of ``owner.name`` finds no room."""
+    make, left = getattr(owner, name), [1]
+
+    def in_full_memory(*arguments, **options):
+        if left:
+            left.pop()
+            raise torch.OutOfMemoryError("5 GiB asked for")
+        return make(*arguments, **options)
+
+    patch.setattr(owner, name, in_full_memory)
+
+
+def reconfigure_where_one_is_full(llm: LLM, wanted: dict[str, int], full: list[tuple[Any, str]], context):
+    """What each attempt says, and whether limits, room and outputs are as before."""
+    params = SamplingParams(temperature=0, max_tokens=2, seed=0)
+    before, config, told = llm.generate([[3, 4], [5]], params), llm.config, []
+    room = getattr(llm.model.decoder, "max_rows", 0)
+    for owner, name in full:
+        with pytest.MonkeyPatch.context() as patch:
+            if context.rank == 1:
+                fill_memory(patch, owner, name)
+            try:
+                llm.reconfigure(**wanted)
+                told.append("done")
+            except CapacityError as error:
+                told.append(str(error))
+        assert llm.config == config
+        assert llm.engine.stats().num_kv_blocks == llm.deployment.num_kv_blocks == config.kv_cache_blocks
+        assert getattr(llm.model.decoder, "max_rows", 0) == room
+        assert llm.generate([[3, 4], [5]], params) == before
+    llm.reconfigure(**wanted)
+    assert llm.config.kv_cache_blocks == wanted["kv_cache_blocks"]
+    assert llm.generate([[3, 4], [5]], params) == before
+    return told
+
+
+def reconfigure_on_cpu(context: RankContext, folder: str) -> list[str]:
+    llm = LLM(folder, group=context.group, device="cpu", max_num_seqs=2, kv_cache_blocks=4)
+    return reconfigure_where_one_is_full(llm, {"kv_cache_blocks": 6}, [(backend, "KVCache")], context)
+
+
+def test_ranks_of_which_one_has_no_room_all_keep_the_former_limits(ranks, tmp_path):
+    found = ranks(2, reconfigure_on_cpu, write(tmp_path, tokenizer=False))
+    assert found == [["rank 1: memory ran out for 6 KV blocks: lower kv_cache_blocks (5 GiB asked for)"]] * 2
+
+
+def reconfigure_on_gpu(context: RankContext, folder: str) -> list[str]:
+    from moe_runtime.engine import cuda_runner, gpu_experts  # need Triton
+    from moe_runtime.layers import cuda_decoder
+    from tests.gpu_engine import gpu_llm
+
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "kv_cache_blocks": 8}
+    llm = gpu_llm(Path(folder), group=context.group, dispatcher="collective", **limits)
+    wanted = {"max_num_batched_tokens": 400, "kv_cache_blocks": 9}
+    full = [
+        (cuda_decoder, "_Buffers"),
+        (gpu_experts, "SpreadExperts"),
+        (cuda_runner, "_InputRing"),
+    ]
+    return reconfigure_where_one_is_full(llm, wanted, full, context)
+
+
+def test_gpu_ranks_of_which_one_has_no_room_all_keep_the_former_limits(ranks, tmp_path):
+    from tests.gpu_engine import write_gpu_checkpoint
+
+    first, second = ranks(2, reconfigure_on_gpu, str(write_gpu_checkpoint(tmp_path, num_hidden_layers=1)))
+    assert first == second
+    rows = "no room for steps of 400 tokens: lower max_num_batched_tokens (rank 1: 5 GiB asked for)"
+    assert first[:2] == [rows] * 2
+    assert first[2].startswith("rank 1: the GPU's memory ran out beside 9 KV blocks: lower gpu_memory_ut")
 
 
 # The checkpoint's sampling defaults

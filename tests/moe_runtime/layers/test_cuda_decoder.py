@@ -7,6 +7,7 @@ import torch
 
 from moe_runtime.engine.llm import LLM
 from moe_runtime.engine.request import SamplingParams
+from moe_runtime.errors import CapacityError
 from tests.bits import assert_bits_equal
 from tests.gpu_engine import gpu_llm, write_gpu_checkpoint
 from tests.kernels.triton_interpreter import DEVICE
@@ -15,6 +16,7 @@ from moe_runtime.comm.gpu_exchange import StepShape  # isort: skip
 from moe_runtime.kernels.attention_tiles import make_row_tiles  # isort: skip
 from moe_runtime.kernels.attention_triton import CANONICAL_DECODE  # isort: skip
 from moe_runtime.kernels.prefill_attention_triton import CANONICAL_ROWS  # isort: skip
+from moe_runtime.layers import cuda_decoder  # isort: skip
 from moe_runtime.layers.cuda_decoder import MAX_DECODE_ROWS, CudaDecoder, MixedInput, RowTiles  # isort: skip
 
 VOCAB = 96
@@ -146,3 +148,40 @@ def test_room_for_rows_is_what_was_asked_for_last(decoder):
     decoder.reserve_rows(MAX_DECODE_ROWS + 40)
     assert decoder.buffers.normed.shape[0] == decoder.buffers.max_rows == MAX_DECODE_ROWS + 40
     assert decoder.experts.routed_rows(StepShape.of_tokens([17])).slot_table.shape == (4, 32)
+
+
+@pytest.mark.parametrize("what", ["_Buffers", "LocalExperts"])
+def test_rows_without_room_leave_the_room_there_was(decoder, monkeypatch, what):
+    before, former = decode(decoder, [5], [0], [1], 1, caches(decoder)), decoder.buffers.max_rows
+    make = getattr(cuda_decoder, what)
+
+    def in_little_memory(*arguments):
+        (max_rows,) = (value for value in arguments if type(value) is int)
+        if max_rows > former:
+            raise torch.OutOfMemoryError("13 GiB asked for")
+        return make(*arguments)
+
+    monkeypatch.setattr(cuda_decoder, what, in_little_memory)
+    message = (
+        rf"no room for steps of {former + 100} tokens: lower max_num_batched_tokens \(13 GiB asked for\)"
+    )
+    with pytest.raises(CapacityError, match=message):
+        decoder.reserve_rows(former + 100)
+    assert decoder.max_rows == decoder.buffers.max_rows == former
+    assert_bits_equal(decode(decoder, [5], [0], [1], 1, caches(decoder)), before)
+    monkeypatch.undo()
+    decoder.reserve_rows(former + 100)
+    assert decoder.buffers.max_rows == former + 100
+
+
+def test_a_decoder_that_has_lost_its_room_gets_it_back_when_there_is_some(decoder, monkeypatch):
+    def in_no_memory(*arguments):
+        raise torch.OutOfMemoryError("nothing left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cuda_decoder, "_Buffers", in_no_memory)
+        for _ in range(2):
+            with pytest.raises(CapacityError, match="nothing left"):
+                decoder.reserve_rows(decoder.max_rows + 8)
+    decoder.reserve_rows(MAX_DECODE_ROWS)
+    assert decoder.buffers.max_rows == MAX_DECODE_ROWS
