@@ -94,11 +94,17 @@ def gpu_num_blocks(
 
     pair_items = model.moe_intermediate_size + model.hidden_size
     rows = config.max_num_batched_tokens
+    if transport == "loopback":
+        size = config.loopback_ranks
+        buffer_bytes += size * exchange_sizes(plan, size, -(-rows // size)).symmetric_bytes
+        rows = min(rows, MAX_SLICE)
     if num_ranks > 1:
         sizes = exchange_sizes(plan, num_ranks, rows)
         buffer_bytes += sizes.symmetric_bytes if transport == "symmetric" else sizes.collective_bytes
         buffer_bytes += NCCL_BYTES
         rows = min(num_ranks * rows, MAX_SLICE)
+    if plan.multiple_reduction.enabled:
+        pair_items += model.hidden_size  # of slots before they are added
     buffer_bytes += rows * model.num_experts_per_tok * pair_items * item_bytes
 
     split_rows = max_split_rows(model, plan.device)

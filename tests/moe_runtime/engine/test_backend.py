@@ -13,7 +13,7 @@ from moe_runtime.comm.groups import RankGroup
 from moe_runtime.engine.backend import exchange_buffer_bytes, plan_deployment, start_engine
 from moe_runtime.engine.config import EngineConfig
 from moe_runtime.engine.cpu_runner import CpuRunner
-from moe_runtime.engine.kv_cache import default_num_blocks, gpu_num_blocks
+from moe_runtime.engine.kv_cache import default_num_blocks, gpu_num_blocks, kv_block_bytes
 from moe_runtime.engine.llm import LLM
 from moe_runtime.engine.model_loader import load_model, plan_model
 from moe_runtime.eplb.placement import contiguous_placement
@@ -23,6 +23,9 @@ from moe_runtime.launch.serve import main as serve
 from tests.checkpoints import tiny_config, write_checkpoint
 from tests.gpu_engine import gpu_config, write_gpu_checkpoint
 from tests.ranks import RankContext
+
+from moe_runtime.engine.gpu_experts import exchange_sizes  # isort: skip
+from moe_runtime.layers.spread_experts import MAX_SLICE  # isort: skip
 
 
 @pytest.fixture(scope="module")
@@ -228,3 +231,16 @@ def test_buffers_of_the_exchange_are_reported_in_bytes(folder):
     assert exchange_buffer_bytes(virtual.model, virtual.group) == virtual.model.decoder.experts.num_bytes > 0
     on_cpu = LLM(str(folder), device="cpu", **limits)
     assert exchange_buffer_bytes(on_cpu.model, on_cpu.group) == 0
+
+
+def test_virtual_ranks_regions_count_as_buffers(folder, pretended_gpu):
+    pretended_gpu(80 << 30)
+    config = EngineConfig(
+        model=str(folder), max_num_seqs=10**6, max_num_batched_tokens=2**20, loopback_ranks=4
+    )
+    plan = plan_model(config)
+    regions = 4 * exchange_sizes(plan, 4, 2**18).symmetric_bytes
+    scratch = (2**20 - MAX_SLICE) * plan.config.num_experts_per_tok * 2
+    scratch *= plan.config.moe_intermediate_size + plan.config.hidden_size
+    fewer = gpu_num_blocks(plan, config) - gpu_num_blocks(plan, config, 1, "loopback")
+    assert abs(fewer - (regions - scratch) / kv_block_bytes(plan.config, plan.torch_dtype)) <= 1
