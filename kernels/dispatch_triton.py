@@ -285,14 +285,15 @@ def _dispatch(  # type: ignore[no-untyped-def]
     if sends:
         position = (RANK * capacity + t).to(tl.int64)
         known = live & (k < K)
+        # Loaded before it is known whether the destination needs them: a read of the own cache, not another latency.
+        column = tl.arange(0, BLOCK)
+        values = tl.load(x + row * H + column, mask=(column < H) & live)
         chosen = tl.load(ids + row * K + k, mask=known, other=-1)
         tl.store(ids_at + position * K + k, chosen, mask=k < K)
         share = tl.load(weights + row * K + k, mask=known, other=0.0)
         tl.store(weights_at + position * K + k, share, mask=k < K)
         there = tl.max(((chosen >= low) & (chosen < high)).to(tl.int32), 0)
         if live and (there > 0 or to == RANK):
-            column = tl.arange(0, BLOCK)
-            values = tl.load(x + row * H + column, mask=column < H)
             tl.store(x_at + position * H + column, values, mask=column < H)
 
 

@@ -369,12 +369,11 @@ def _embed_norm_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _finish(  # type: ignore[no-untyped-def]
-    total, residual, residual_out, normed_out, gain, eps, start, column, mask,
+    total, before, residual_out, normed_out, gain, eps, start, column, mask,
     NORM: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
-    """Round the branch, add the residual, round, store; the norm if wanted."""
+    """Round the branch, add the residual ``before``, round, store; the norm if wanted."""
     dtype: tl.constexpr = residual_out.dtype.element_ty
-    before = tl.load(residual + start + column, mask=mask, other=0.0).to(tl.float32)
     row = (before + total.to(dtype).to(tl.float32)).to(dtype)
     tl.store(residual_out + start + column, row, mask=mask)
     if NORM:
@@ -392,6 +391,7 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     gain = tl.load(weight + column, mask=mask, other=0.0)
     wait_for_previous(PDL)
     row_id = tl.program_id(0).to(tl.int64)
+    before = tl.load(residual + row_id * H + column, mask=mask, other=0.0).to(tl.float32)
     part = branch + row_id * (P * H) + column
     total = tl.load(part, mask=mask, other=0.0).to(tl.float32)
     if P > 1:
@@ -403,7 +403,7 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     if BIAS:
         shift = tl.load(bias + column, mask=mask, other=0.0).to(tl.float32)
         total = total.to(residual_out.dtype.element_ty).to(tl.float32) + shift
-    _finish(total, residual, residual_out, normed_out, gain, eps, row_id * H, column, mask, NORM, H)
+    _finish(total, before, residual_out, normed_out, gain, eps, row_id * H, column, mask, NORM, H)
 
 
 @triton.jit
@@ -456,12 +456,14 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     mask = column < H
     gain = tl.load(weight + column, mask=mask, other=0.0)
     wait_for_previous(PDL)
+    row_id = tl.program_id(0).to(tl.int64)
+    # No peer writes the residual: it is loaded while the flags are awaited.
+    before = tl.load(residual + row_id * H + column, mask=mask, other=0.0).to(tl.float32)
     if FLAGS:
         value = tl.load(step)
         if tl.program_id(0) == 0:
             raise_flags(words, offsets, channel, value, RANK, SIZE, SPIN)
         await_flags(words, channel, value, SIZE, SPIN)
-    row_id = tl.program_id(0).to(tl.int64)
     if PARTIALS:
         total = _partial_sum(
             branch,
@@ -483,4 +485,4 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
         for slot in tl.static_range(1, SLOTS):
             at = _slot_row(row_id, slot, ids, first_expert, source_rows, SLOTS, SOURCES, H)
             total += tl.load(branch + at + column, mask=mask, other=0.0).to(tl.float32)
-    _finish(total, residual, residual_out, normed_out, gain, eps, row_id * H, column, mask, NORM, H)
+    _finish(total, before, residual_out, normed_out, gain, eps, row_id * H, column, mask, NORM, H)
