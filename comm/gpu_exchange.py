@@ -21,12 +21,13 @@ import torch
 
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.symmetric_memory import SymmetricSpace, carved_bytes
-from moe_runtime.kernels.dispatch_triton import RowHomes, TableSlice, TokenTable, dispatch_rows
+from moe_runtime.kernels.dispatch_triton import MAX_POSITIONS, RowHomes, TableSlice, TokenTable, dispatch_rows
 from moe_runtime.kernels.norm_triton import RowSources
 from moe_runtime.kernels.peer_flags_triton import PeerFlags, count_step
 from moe_runtime.kernels.presum_triton import presum_rows
 
 __all__ = [
+    "MAX_SLICE",
     "CollectiveExchange",
     "ExchangeSizes",
     "GpuExchange",
@@ -35,6 +36,9 @@ __all__ = [
     "rehearsal_group",
     "rehearsal_space",
 ]
+
+MAX_SLICE = 16384
+"""Most positions of a token table that experts work through at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +83,11 @@ class ExchangeSizes:
     num_layers: int
     dtype: torch.dtype
     presums: bool = False
+
+    @property
+    def slice_positions(self) -> int:
+        """Most positions of a slice of the table; no less than a slot table's."""
+        return max(MAX_POSITIONS, min(self.size * self.max_rows, MAX_SLICE))
 
     @property
     def rows_home(self) -> int:
@@ -173,32 +182,28 @@ class GpuExchange(ABC):
             pdl: Dependent launch.
         """
         if self.presums:
-            rows = self._unsummed_rows(ids.shape[0], ids.shape[1])
+            rows = self._unsummed_rows(ids.shape[0])
             partials, homes = self._partials(shape, piece)
             presum_rows(rows, ids, partials, homes, self._own_experts, pdl=pdl)
 
-    def _unsummed_rows(self, num_rows: int, num_topk: int) -> torch.Tensor:
-        """``[P, K, H]`` of this rank's own memory, as large as the largest slice so far."""
-        hidden, dtype = self._row_shape
-        if self._unsummed is None or self._unsummed.shape[0] < num_rows:
-            self._unsummed = torch.zeros(
-                num_rows, num_topk, hidden, dtype=dtype, device=self.first_expert.device
-            )
+    def _make_unsummed(self, sizes: ExchangeSizes, device: torch.device) -> None:
+        """Rows of a slice before they are added, at a fixed address."""
+        if sizes.presums:
+            shape = (sizes.slice_positions, sizes.num_topk, sizes.hidden)
+            self._unsummed = torch.zeros(shape, dtype=sizes.dtype, device=device)
+
+    def _unsummed_rows(self, num_rows: int) -> torch.Tensor:
+        """``[P, K, H]`` of this rank's own memory."""
+        assert self._unsummed is not None, "made where rows are pre-summed"
         return self._unsummed[:num_rows]
 
-    def _local_targets(self, piece: TableSlice, num_topk: int) -> tuple[torch.Tensor, RowHomes]:
+    def _local_targets(self, piece: TableSlice) -> tuple[torch.Tensor, RowHomes]:
         """Rows of a slice by their place in it."""
-        hidden, _ = self._row_shape
-        rows = self._unsummed_rows(self.size * piece.num_tokens, num_topk)
-        offsets = self._ranks * (piece.num_tokens * num_topk * hidden)
+        rows = self._unsummed_rows(self.size * piece.num_tokens)
+        offsets = self._ranks * (piece.num_tokens * rows.shape[1] * rows.shape[2])
         return rows, RowHomes(
             offsets=offsets, slice=TableSlice(num_tokens=piece.num_tokens, capacity=piece.num_tokens)
         )
-
-    @property
-    @abstractmethod
-    def _row_shape(self) -> tuple[int, torch.dtype]:
-        """H and the model dtype."""
 
     @abstractmethod
     def _partials(self, shape: StepShape, piece: TableSlice) -> tuple[torch.Tensor, RowHomes]:
@@ -242,7 +247,8 @@ class SymmetricExchange(GpuExchange):
         self.first_expert = torch.tensor(first_expert, dtype=torch.int32, device=device)
         self._ranks = torch.arange(self.size, dtype=torch.int64, device=device)
         self._own_experts = (first_expert[self.rank], first_expert[self.rank + 1])
-        self.presums, self._num_topk = sizes.presums, sizes.num_topk
+        self.presums = sizes.presums
+        self._make_unsummed(sizes, device)
         self._buffers["ids"].local.fill_(-1)
         self._step = torch.zeros(2, dtype=torch.int32, device=device)
         self._live = torch.full((1,), int(live), dtype=torch.int32, device=device)
@@ -293,14 +299,9 @@ class SymmetricExchange(GpuExchange):
     def targets(self, shape: StepShape, piece: TableSlice) -> tuple[torch.Tensor, RowHomes]:
         """The own slot rows and the way to all others."""
         if self.presums:
-            return self._local_targets(piece, self._num_topk)
+            return self._local_targets(piece)
         rows = self._buffers["rows"]
         return rows.local[: shape.capacity], RowHomes(offsets=rows.offsets, slice=piece)
-
-    @property
-    def _row_shape(self) -> tuple[int, torch.dtype]:
-        rows = self._buffers["rows"].local
-        return rows.shape[2], rows.dtype
 
     def _partials(self, shape: StepShape, piece: TableSlice) -> tuple[torch.Tensor, RowHomes]:
         """Row t of rank r stands at ``[t, r]`` of the home's rows."""
@@ -343,7 +344,8 @@ class CollectiveExchange(GpuExchange):
             name: torch.zeros(shape, dtype=dtype, device=device)
             for name, (shape, dtype) in sizes.table.items()
         }
-        self.presums, self._num_topk = sizes.presums, sizes.num_topk
+        self.presums = sizes.presums
+        self._make_unsummed(sizes, device)
         self._own_experts = (first_expert[self.rank], first_expert[self.rank + 1])
         self._rows = torch.zeros(
             sizes.size * sizes.max_rows,
@@ -393,13 +395,9 @@ class CollectiveExchange(GpuExchange):
     def targets(self, shape: StepShape, piece: TableSlice) -> tuple[torch.Tensor, RowHomes]:
         """By position, to be sent afterwards."""
         if self.presums:
-            return self._local_targets(piece, self._num_topk)
+            return self._local_targets(piece)
         per_rank = shape.capacity * self._rows.shape[1] * self._rows.shape[2]
         return self._rows[: self.size * shape.capacity], RowHomes(offsets=self._ranks * per_rank, slice=piece)
-
-    @property
-    def _row_shape(self) -> tuple[int, torch.dtype]:
-        return self._rows.shape[2], self._rows.dtype
 
     def _partials(self, shape: StepShape, piece: TableSlice) -> tuple[torch.Tensor, RowHomes]:
         """By position, to be sent afterwards."""

@@ -29,6 +29,7 @@ from moe_runtime.kernels.peer_flags_triton import PeerFlags, await_flags, raise_
 from moe_runtime.kernels.triton_launch import INTERPRETED, launch_options, tensor_bytes, wait_for_previous
 
 __all__ = [
+    "MAX_POSITIONS",
     "RowHomes",
     "TableSlice",
     "TokenTable",
@@ -41,6 +42,7 @@ __all__ = [
 ]
 
 MAX_POSITIONS = 256
+"""Of a table whose rows are found through a slot table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

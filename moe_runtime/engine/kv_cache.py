@@ -87,10 +87,10 @@ def gpu_num_blocks(
     row_items = 4 * model.hidden_size + 3 * query + 2 * model.num_kv_heads * model.head_dim
     buffer_bytes = config.max_num_batched_tokens * row_items * item_bytes + 3 * 256 * model.vocab_size * 4
     # All need Triton, which CPU machines may lack.
+    from moe_runtime.comm.gpu_exchange import MAX_SLICE
     from moe_runtime.engine.gpu_experts import exchange_sizes
     from moe_runtime.kernels.attention_triton import decode_workspace_bytes
     from moe_runtime.layers.cuda_decoder import max_split_rows
-    from moe_runtime.layers.spread_experts import MAX_SLICE
 
     pair_items = model.moe_intermediate_size + model.hidden_size
     rows = config.max_num_batched_tokens

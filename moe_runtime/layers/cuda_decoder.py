@@ -164,6 +164,7 @@ class CudaDecoder:
         self.adds_shards = adds_shards(tp.size, level)
         self._alone = TensorParallel(group=rehearsal_group(tp.group)) if tp.size > 1 else tp
         self.vocab_bounds = tp.bounds(config.vocab_size)
+        self._vocab_ends = torch.tensor(self.vocab_bounds[1:], dtype=torch.int32, device=device)
         self.hidden_bounds = tp.bounds(config.hidden_size)
         self.dtype = dtype
         self.device = device
@@ -346,8 +347,7 @@ class CudaDecoder:
         embed_norm(own, self.embedding, norm, eps, b.residual, b.normed)  # rows held elsewhere are zero
         num_rows = token_ids.shape[0]
         gathered = tp.gather_rows(b.residual, [num_rows] * tp.size).view(tp.size, num_rows, -1)
-        bounds = torch.tensor(self.vocab_bounds[1:], dtype=torch.int32, device=self.device)
-        owner = torch.bucketize(token_ids, bounds, right=True).clamp(max=tp.size - 1)
+        owner = torch.bucketize(token_ids, self._vocab_ends, right=True).clamp(max=tp.size - 1)
         rows = torch.arange(num_rows, device=self.device)
         b.residual.copy_(gathered[owner, rows])
         rms_norm(b.residual, norm, eps, b.normed)

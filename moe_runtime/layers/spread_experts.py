@@ -19,7 +19,7 @@ from dataclasses import replace
 
 import torch
 
-from moe_runtime.comm.gpu_exchange import GpuExchange, StepShape, SymmetricExchange
+from moe_runtime.comm.gpu_exchange import MAX_SLICE, GpuExchange, StepShape, SymmetricExchange
 from moe_runtime.kernels.dispatch_triton import TableSlice, TokenTable, dispatch_rows, local_slots
 from moe_runtime.kernels.experts_triton import MAX_CAPACITY, ExpertSchedules
 from moe_runtime.kernels.gpu_schedules import GpuSchedules
@@ -28,9 +28,7 @@ from moe_runtime.kernels.peer_flags_triton import PeerFlags, peer_barrier
 from moe_runtime.layers.cuda_experts import Experts, ExpertScratch, LayerExperts, RoutedRows
 from moe_runtime.models.model_config import ModelConfig
 
-__all__ = ["MAX_SLICE", "LoopbackExperts", "SpreadExperts"]
-
-MAX_SLICE = 16384
+__all__ = ["LoopbackExperts", "SpreadExperts"]
 
 
 class SpreadExperts(Experts):

@@ -24,8 +24,8 @@ from tests.checkpoints import tiny_config, write_checkpoint
 from tests.gpu_engine import gpu_config, write_gpu_checkpoint
 from tests.ranks import RankContext
 
+from moe_runtime.comm.gpu_exchange import MAX_SLICE  # isort: skip
 from moe_runtime.engine.gpu_experts import exchange_sizes  # isort: skip
-from moe_runtime.layers.spread_experts import MAX_SLICE  # isort: skip
 
 
 @pytest.fixture(scope="module")
