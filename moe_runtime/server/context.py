@@ -48,9 +48,9 @@ class Context:
         if error is not None:
             raise error
 
-    def require_model(self, model: str) -> None:
-        """Raises ``ApiError`` 404 for a model that is not served here."""
-        if model != self.config.served_model_name:
+    def require_model(self, model: str | None) -> None:
+        """Raises ``ApiError`` 404 for a model that is not served here; None, where a body may leave it out, is."""
+        if model is not None and model != self.config.served_model_name:
             raise ApiError(
                 404,
                 f"model ({model[:200]}) is not served here; {self.config.served_model_name} is",

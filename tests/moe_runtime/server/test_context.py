@@ -30,6 +30,7 @@ def test_an_unready_server_is_a_503(make_config):
 
 def test_an_unknown_model_is_a_404(make_config):
     context(make_config()).require_model("m")
+    context(make_config()).require_model(None)
     with pytest.raises(ApiError) as raised:
         context(make_config()).require_model("gpt-4")
     assert (raised.value.status, raised.value.code, raised.value.param) == (404, "model_not_found", "model")
