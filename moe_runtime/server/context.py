@@ -13,6 +13,7 @@ from moe_runtime.engine.tokenizer import Tokenizer
 from moe_runtime.server.client import EngineClient
 from moe_runtime.server.config import ServerConfig
 from moe_runtime.server.errors import ApiError
+from moe_runtime.server.metrics import Metrics
 
 __all__ = ["Context"]
 
@@ -25,6 +26,7 @@ class Context:
         config: The front end's configuration.
         client: The way to the ranks.
         tokenizer: The checkpoint's.
+        metrics: What ``/metrics`` shows.
         sampling_defaults: Values for sampling fields that a request leaves out.
         created: When this process started, in seconds since the epoch.
     """
@@ -32,6 +34,7 @@ class Context:
     config: ServerConfig
     client: EngineClient
     tokenizer: Tokenizer
+    metrics: Metrics
     sampling_defaults: SamplingDefaults
     created: int = field(default_factory=lambda: int(time.time()))
     _num_unseeded: Iterator[int] = field(default_factory=lambda: itertools.count(1))

@@ -6,6 +6,7 @@ import pytest
 
 from moe_runtime.server.context import Context
 from moe_runtime.server.errors import ApiError, unavailable
+from moe_runtime.server.metrics import Metrics
 
 
 class StubClient:
@@ -19,7 +20,10 @@ class StubClient:
 
 
 def context(config, error=None):
-    return Context(config=config, client=StubClient(error), tokenizer=None, sampling_defaults={})
+    metrics = Metrics(config, {})
+    return Context(
+        config=config, client=StubClient(error), tokenizer=None, metrics=metrics, sampling_defaults={}
+    )
 
 
 def test_an_unready_server_is_a_503(make_config):

@@ -30,6 +30,7 @@ def test_the_document_shows_every_path_and_field(server):
         "/health/ready",
         "/version",
         "/server_info",
+        "/metrics",
     }
     schemas = document["components"]["schemas"]
     assert set(schemas["CompletionBody"]["properties"]) == set(CompletionBody.model_fields)
