@@ -31,6 +31,7 @@ __all__ = [
     "reported_seed",
     "validate_prompt",
     "validate_sampling",
+    "validate_token_ids",
 ]
 
 MAX_CHOICES = 128
@@ -189,6 +190,15 @@ def validate_prompt(prompt_ids: Sequence[int], limits: RequestLimits, *, param: 
             code="context_length_exceeded",
         )
     _token_ids(param, prompt_ids, limits.vocab_size)
+
+
+def validate_token_ids(token_ids: Sequence[int], limits: RequestLimits, *, param: str) -> None:
+    """Check that a list, which may be empty and of any length, holds known ids alone.
+
+    Raises:
+        InvalidRequestError: naming field, value and rule.
+    """
+    _token_ids(param, token_ids, limits.vocab_size)
 
 
 def make_request(

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 import msgspec
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from moe_runtime.errors import InvalidRequestError
 from moe_runtime.server.errors import ApiError
-from moe_runtime.server.schemas import GenerationBody
 from moe_runtime.server.unsupported import drop_neutral_fields
 
 __all__ = ["MAX_DISCARDED_BYTES", "decode_json", "parse_body", "read_body"]
@@ -18,7 +17,7 @@ __all__ = ["MAX_DISCARDED_BYTES", "decode_json", "parse_body", "read_body"]
 # A body that is too large is read to its end up to this size: its client sees the answer, not a reset.
 MAX_DISCARDED_BYTES = 64 * 2**20
 
-_BodyT = TypeVar("_BodyT", bound=GenerationBody)
+_BodyT = TypeVar("_BodyT", bound=BaseModel)
 
 _RULES = {
     "missing": "is required",
@@ -85,7 +84,7 @@ def parse_body(data: bytes, body_type: type[_BodyT]) -> _BodyT:
     if not isinstance(fields, dict):
         raise InvalidRequestError("the body must be a JSON object")
     try:
-        return body_type.model_validate(drop_neutral_fields(fields))
+        return body_type.model_validate(drop_neutral_fields(fields, body_type.model_fields))
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         param = _path(first["loc"])

@@ -13,6 +13,7 @@ from moe_runtime.engine.tokenizer import Tokenizer
 from moe_runtime.server.client import EngineClient
 from moe_runtime.server.config import ServerConfig
 from moe_runtime.server.errors import ApiError
+from moe_runtime.server.metrics import Metrics
 
 __all__ = ["Context"]
 
@@ -25,6 +26,7 @@ class Context:
         config: The front end's configuration.
         client: The way to the ranks.
         tokenizer: The checkpoint's.
+        metrics: What ``/metrics`` shows.
         sampling_defaults: Values for sampling fields that a request leaves out.
         created: When this process started, in seconds since the epoch.
     """
@@ -32,6 +34,7 @@ class Context:
     config: ServerConfig
     client: EngineClient
     tokenizer: Tokenizer
+    metrics: Metrics
     sampling_defaults: SamplingDefaults
     created: int = field(default_factory=lambda: int(time.time()))
     _num_unseeded: Iterator[int] = field(default_factory=lambda: itertools.count(1))
@@ -48,9 +51,9 @@ class Context:
         if error is not None:
             raise error
 
-    def require_model(self, model: str) -> None:
-        """Raises ``ApiError`` 404 for a model that is not served here."""
-        if model != self.config.served_model_name:
+    def require_model(self, model: str | None) -> None:
+        """Raises ``ApiError`` 404 for a model that is not served here; None, where a body may leave it out, is."""
+        if model is not None and model != self.config.served_model_name:
             raise ApiError(
                 404,
                 f"model ({model[:200]}) is not served here; {self.config.served_model_name} is",

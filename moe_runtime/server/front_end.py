@@ -34,6 +34,7 @@ from moe_runtime.server.client import EngineClient, Phase
 from moe_runtime.server.config import ServerConfig
 from moe_runtime.server.context import Context
 from moe_runtime.server.errors import unavailable
+from moe_runtime.server.metrics import Metrics
 
 __all__ = [
     "ABORT_GRACE_S",
@@ -144,6 +145,7 @@ class FrontEnd:
             config=self._config,
             client=self._client,
             tokenizer=await asyncio.to_thread(Tokenizer.from_dir, model_dir),
+            metrics=Metrics(self._config, self._client.ranks),
             sampling_defaults=sampling_defaults(model_dir),
         )
         return uvicorn.Config(

@@ -15,6 +15,7 @@ from moe_runtime.engine.text import TextStream
 from moe_runtime.server.context import Context
 from moe_runtime.server.errors import ApiError, unavailable
 from moe_runtime.server.mailbox import ChoiceUpdate, Mailbox
+from moe_runtime.server.metrics import SequenceMetrics
 
 __all__ = ["ChoiceDelta", "Generation", "merge_deltas"]
 
@@ -49,6 +50,7 @@ class ChoiceDelta:
 @dataclass(slots=True, kw_only=True)
 class _Choice:
     text_stream: TextStream
+    metrics: SequenceMetrics | None = None
     num_tokens: int = 0
     is_started: bool = False
     is_finished: bool = False
@@ -59,6 +61,7 @@ class Generation:
 
     def __init__(self, context: Context, requests: Sequence[Request]) -> None:
         self._client = context.client
+        self._metrics = context.metrics
         self._requests = requests
         self._mailbox = Mailbox()
         self._timeout_s = context.config.request_timeout_s
@@ -72,6 +75,7 @@ class Generation:
         self._held: dict[int, list[ChoiceUpdate]] = {
             i: [] for i, request in enumerate(requests) if request.params.prompt_logprobs is not None
         }
+        self._prompts_to_count = set(range(len(requests)))
         self._num_unfinished = len(self._choices)
 
     def __enter__(self) -> Generation:
@@ -81,6 +85,8 @@ class Generation:
         except ApiError:
             self.close()
             raise
+        for choice in self._choices.values():
+            choice.metrics = self._metrics.start_sequence()
         if self._timeout_s is not None:
             self._deadline = asyncio.get_running_loop().time() + self._timeout_s
         return self
@@ -126,6 +132,9 @@ class Generation:
         """Abort what still runs."""
         for request in self._requests:
             self._client.abort(request.request_id)
+        for choice in self._choices.values():
+            if choice.metrics is not None:
+                choice.metrics.abort()
 
     def _release(self, updates: list[ChoiceUpdate]) -> list[ChoiceUpdate]:
         """Hold back updates of requests whose prompt logprobs, which come first, have not arrived."""
@@ -160,6 +169,7 @@ class Generation:
             self._client.abort(self._requests[update.request_idx].request_id, update.choice_idx)
         is_first, choice.is_started = not choice.is_started, True
         choice.num_tokens += delta.num_tokens
+        self._count(choice, update, delta.num_tokens, finish_reason)
         if finish_reason is not None:
             choice.is_finished = True
             self._num_unfinished -= 1
@@ -174,6 +184,18 @@ class Generation:
             finish_reason=finish_reason,
             stop_reason=stop_reason,
         )
+
+    def _count(
+        self, choice: _Choice, update: ChoiceUpdate, num_tokens: int, finish_reason: str | None
+    ) -> None:
+        if update.request_idx in self._prompts_to_count:
+            self._prompts_to_count.remove(update.request_idx)
+            self._metrics.add_prompt(len(self._requests[update.request_idx].prompt_ids))
+        assert choice.metrics is not None, "outputs follow the hand-over"
+        arrivals_s = update.arrivals_s[:num_tokens]
+        choice.metrics.add_tokens(arrivals_s)
+        if finish_reason is not None:
+            choice.metrics.finish(finish_reason, arrivals_s[-1] if arrivals_s else update.last_arrival_s)
 
 
 def merge_deltas(deltas: Sequence[ChoiceDelta]) -> ChoiceDelta:

@@ -1,4 +1,4 @@
-"""``/v1/models``, ``/version`` and ``/server_info``."""
+"""``/v1/models``, ``/version``, ``/server_info`` and ``/metrics``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from starlette.responses import Response
 import moe_runtime
 from moe_runtime.server.client import RankState
 from moe_runtime.server.context import Context
+from moe_runtime.server.metrics import CONTENT_TYPE
 
 __all__ = ["info_router"]
 
@@ -37,6 +38,10 @@ def info_router(context: Context) -> APIRouter:
     @router.get("/server_info")
     async def server_info() -> Response:
         return Response(msgspec.json.encode(_server_info(context)), media_type="application/json")
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        return Response(context.metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
 
     return router
 

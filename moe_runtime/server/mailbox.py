@@ -7,6 +7,7 @@ waits is bounded by what the call asked for, and nobody else waits for it.
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass, field
 
 from moe_runtime.engine.messages import SequenceOutput, TokenLogprobs
@@ -17,7 +18,12 @@ __all__ = ["ChoiceUpdate", "Mailbox"]
 
 @dataclass(slots=True, kw_only=True)
 class ChoiceUpdate:
-    """What one choice gained since it was last taken; fields as in ``SequenceOutput``."""
+    """What one choice gained since it was last taken; fields as in ``SequenceOutput``, and when it arrived.
+
+    Attributes:
+        arrivals_s: ``time.monotonic()`` of the arrival of each token.
+        last_arrival_s: The same of the latest output, tokens or none.
+    """
 
     request_idx: int
     choice_idx: int
@@ -26,6 +32,8 @@ class ChoiceUpdate:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     finish_reason: str | None = None
     stop_reason: int | None = None
+    arrivals_s: list[float] = field(default_factory=list)
+    last_arrival_s: float = 0.0
 
 
 class Mailbox:
@@ -44,6 +52,8 @@ class Mailbox:
             update = ChoiceUpdate(request_idx=request_idx, choice_idx=output.choice_idx)
             self._updates[key] = update
         update.token_ids.extend(output.token_ids)
+        update.last_arrival_s = time.monotonic()
+        update.arrivals_s.extend([update.last_arrival_s] * len(output.token_ids))
         if output.logprobs is not None:
             update.logprobs.extend(output.logprobs)
         if output.prompt_logprobs is not None:

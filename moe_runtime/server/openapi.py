@@ -9,7 +9,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from moe_runtime.server.schemas import ChatBody, CompletionBody
+from moe_runtime.server.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 __all__ = ["body_schema", "install_openapi"]
 
@@ -54,7 +54,8 @@ def _document(app: FastAPI) -> dict[str, Any]:
         title=app.title, version=app.version, description=app.description, routes=app.routes
     )
     _, definitions = models_json_schema(
-        [(CompletionBody, "validation"), (ChatBody, "validation")], ref_template=_REF
+        [(body, "validation") for body in (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)],
+        ref_template=_REF,
     )
     document["components"] = {"schemas": {**definitions["$defs"], "Error": _ERROR_SCHEMA}}
     content = {"application/json": {"schema": {"$ref": _REF.format(model="Error")}}}

@@ -33,7 +33,7 @@ class Prompt:
 
 
 async def completion_prompts(
-    prompts: Prompts, tokenizer: Tokenizer, max_tokens: int | None = None
+    prompts: Prompts, tokenizer: Tokenizer, max_tokens: int | None = None, *, add_special_tokens: bool = True
 ) -> list[Prompt]:
     """Tokenise the prompts of a completion; ids are taken as they are, and checked later.
 
@@ -50,7 +50,9 @@ async def completion_prompts(
         for index, prompt in enumerate(prompts):
             param = "prompt" if len(prompts) == 1 else f"prompt[{index}]"
             if isinstance(prompt, str):
-                ids = tokenizer.encode(prompt, add_special_tokens=True, param=param, max_tokens=max_tokens)
+                ids = tokenizer.encode(
+                    prompt, add_special_tokens=add_special_tokens, param=param, max_tokens=max_tokens
+                )
                 result.append(Prompt(param=param, ids=tuple(ids), text=prompt))
             else:
                 result.append(Prompt(param=param, ids=tuple(prompt), text=None))
@@ -61,7 +63,12 @@ async def completion_prompts(
 
 
 async def chat_prompt(
-    messages: list[ChatMessage], tokenizer: Tokenizer, max_tokens: int | None = None
+    messages: list[ChatMessage],
+    tokenizer: Tokenizer,
+    max_tokens: int | None = None,
+    *,
+    add_generation_prompt: bool = True,
+    add_special_tokens: bool = False,
 ) -> Prompt:
     """Render a conversation with the checkpoint's template and tokenise it.
 
@@ -73,8 +80,10 @@ async def chat_prompt(
     plain = [_plain(message) for message in messages]
 
     def render() -> Prompt:
-        text = tokenizer.apply_chat_template(plain, add_generation_prompt=True)
-        ids = tokenizer.encode(text, add_special_tokens=False, param="messages", max_tokens=max_tokens)
+        text = tokenizer.apply_chat_template(plain, add_generation_prompt=add_generation_prompt)
+        ids = tokenizer.encode(
+            text, add_special_tokens=add_special_tokens, param="messages", max_tokens=max_tokens
+        )
         return Prompt(param="messages", ids=tuple(ids), text=text)
 
     num_chars = sum(len(message.content) for message in messages) + 64 * len(messages)

@@ -1,4 +1,4 @@
-"""Bodies of the two generation endpoints: types only. Values are checked once, in ``engine/request.py``.
+"""Bodies of the endpoints: types only. Values are checked once, in ``engine/request.py``.
 
 Every optional field may be ``null``, which means its default. Unknown fields are refused by name.
 """
@@ -10,7 +10,16 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-__all__ = ["ChatBody", "ChatMessage", "CompletionBody", "GenerationBody", "Prompts", "StreamOptions"]
+__all__ = [
+    "ChatBody",
+    "ChatMessage",
+    "CompletionBody",
+    "DetokenizeBody",
+    "GenerationBody",
+    "Prompts",
+    "StreamOptions",
+    "TokenizeBody",
+]
 
 Prompts = list[str | list[int]]
 
@@ -156,3 +165,21 @@ class ChatBody(GenerationBody):
     logprobs: bool | None = None
     top_logprobs: _Int64 | None = None
     max_completion_tokens: _Int64 | None = None
+
+
+class TokenizeBody(_Body):
+    """``POST /tokenize``: of ``prompt`` and ``messages`` exactly one."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(_Body):
+    """``POST /detokenize``."""
+
+    model: str | None = None
+    tokens: _TokenIds

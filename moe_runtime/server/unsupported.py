@@ -6,7 +6,7 @@ sees it, so the schemas and the OpenAPI document list implemented fields only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 from moe_runtime.errors import InvalidRequestError
@@ -69,15 +69,17 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def drop_neutral_fields(body: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of ``body`` without the fields of this module.
+def drop_neutral_fields(body: Mapping[str, Any], implemented: Container[str] = ()) -> dict[str, Any]:
+    """A copy of ``body`` without the fields of this module, those left that its endpoint has ``implemented``.
 
     Raises:
         InvalidRequestError: one of them has a value that would change the answer.
     """
     kept = {}
     for name, value in body.items():
-        if name in INERT_FIELDS:
+        if name in implemented:
+            kept[name] = value
+        elif name in INERT_FIELDS:
             _check_inert(name, value)
         elif name in NEUTRAL_VALUES:
             _check_neutral(name, value)

@@ -22,6 +22,7 @@ from moe_runtime.engine.request import (
     reported_seed,
     validate_prompt,
     validate_sampling,
+    validate_token_ids,
 )
 from moe_runtime.errors import InvalidRequestError
 
@@ -173,3 +174,14 @@ def test_choice_seeds_are_the_published_splitmix64_sequence():
         0x6E789E6AA1B965F4,
         0x06C45D188009454F,
     ]
+
+
+def test_token_ids_are_known_ids_in_any_number():
+    validate_token_ids([], LIMITS, param="tokens")
+    validate_token_ids([LIMITS.vocab_size - 1] * 1000, LIMITS, param="tokens")
+    for bad in (-1, LIMITS.vocab_size, True, "1", 1.0):
+        with pytest.raises(
+            InvalidRequestError, match=r"^tokens\[1\] .* must be a token id in \[0, "
+        ) as raised:
+            validate_token_ids([0, bad], LIMITS, param="tokens")
+        assert raised.value.param == "tokens[1]"

@@ -13,10 +13,12 @@ from typing import Any
 
 import httpx
 import pytest
+import tokenizers
+from tokenizers import processors
 
 from moe_runtime.engine.tokenizer import Tokenizer
 from moe_runtime.server.config import ServerConfig, encode_config
-from tests.moe_runtime.server.fake_rank import LIMITS, FakeRanks, write_checkpoint
+from tests.moe_runtime.server.fake_rank import LIMITS, SPECIAL_TOKENS, FakeRanks, write_checkpoint
 
 
 class RunningServer:
@@ -104,6 +106,20 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tokenizer of bytes."""
     return write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(scope="session")
+def bos_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, with a tokenizer that puts ``<|endoftext|>`` before a text."""
+    path = write_checkpoint(tmp_path_factory.mktemp("bos"))
+    file = str(path / "tokenizer.json")
+    backend = tokenizers.Tokenizer.from_file(file)
+    bos = SPECIAL_TOKENS[0]
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, backend.token_to_id(bos))]
+    )
+    backend.save(file)
+    return path
 
 
 @pytest.fixture(scope="session")

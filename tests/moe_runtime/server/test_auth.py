@@ -28,7 +28,9 @@ def keyed(make_config):
         "Bearer \xff",
     ],
 )
-@pytest.mark.parametrize("path", ["/v1/models", "/server_info", "/nowhere"])
+@pytest.mark.parametrize(
+    "path", ["/v1/models", "/tokenize", "/detokenize", "/server_info", "/metrics", "/nowhere"]
+)
 def test_a_missing_or_wrong_key_is_a_401(keyed, header, path):
     headers = {} if header is None else {"Authorization": header.encode("latin-1")}
     response = httpx.get(keyed.url + path, headers=headers)

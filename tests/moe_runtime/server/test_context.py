@@ -6,6 +6,7 @@ import pytest
 
 from moe_runtime.server.context import Context
 from moe_runtime.server.errors import ApiError, unavailable
+from moe_runtime.server.metrics import Metrics
 
 
 class StubClient:
@@ -19,7 +20,10 @@ class StubClient:
 
 
 def context(config, error=None):
-    return Context(config=config, client=StubClient(error), tokenizer=None, sampling_defaults={})
+    metrics = Metrics(config, {})
+    return Context(
+        config=config, client=StubClient(error), tokenizer=None, metrics=metrics, sampling_defaults={}
+    )
 
 
 def test_an_unready_server_is_a_503(make_config):
@@ -30,6 +34,7 @@ def test_an_unready_server_is_a_503(make_config):
 
 def test_an_unknown_model_is_a_404(make_config):
     context(make_config()).require_model("m")
+    context(make_config()).require_model(None)
     with pytest.raises(ApiError) as raised:
         context(make_config()).require_model("gpt-4")
     assert (raised.value.status, raised.value.code, raised.value.param) == (404, "model_not_found", "model")

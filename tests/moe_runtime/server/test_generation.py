@@ -11,6 +11,7 @@ from moe_runtime.engine.request import SamplingParams, make_request
 from moe_runtime.server.context import Context
 from moe_runtime.server.errors import ApiError
 from moe_runtime.server.generation import Generation, merge_deltas
+from moe_runtime.server.metrics import Metrics
 from tests.moe_runtime.server.fake_rank import EOS_ID, LIMITS, byte_ids
 
 
@@ -34,9 +35,15 @@ def generate(tokenizer, make_config):
     def run(params, batches, *, config=None):
         client = StubClient()
         defaults = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+        config = config or make_config()
         context = Context(
-            config=config or make_config(), client=client, tokenizer=tokenizer, sampling_defaults=defaults
+            config=config,
+            client=client,
+            tokenizer=tokenizer,
+            metrics=Metrics(config, {}),
+            sampling_defaults=defaults,
         )
+        client.metrics = context.metrics
         request = make_request("r", byte_ids("Hi"), SamplingParams(seed=1, **params), LIMITS)
 
         async def collect():
@@ -140,3 +147,28 @@ def test_a_call_that_takes_too_long_is_a_504(generate, make_config):
     with pytest.raises(ApiError) as raised:
         generate({"max_tokens": 9}, [[]], config=make_config(request_timeout_s=0.05))
     assert (raised.value.status, raised.value.code) == (504, "request_timeout")
+
+
+def test_what_is_past_a_stop_string_is_in_no_metric(generate):
+    """Tokens of one wait: ten up to the stop string, eight past it."""
+    ids = byte_ids("one two three four")
+    *_, client = generate({"stop": ("o th",), "max_tokens": 50}, [outputs(ids, finish_reason="length")])
+    text = client.metrics.exposition().decode()
+    for line in (
+        "moe_runtime_prompt_tokens_total 2.0",
+        "moe_runtime_generation_tokens_total 10.0",
+        'moe_runtime_request_success_total{finished_reason="stop"} 1.0',
+        'moe_runtime_request_success_total{finished_reason="length"} 0.0',
+        'moe_runtime_request_success_total{finished_reason="abort"} 0.0',
+        "moe_runtime_time_to_first_token_seconds_count 1.0",
+        "moe_runtime_inter_token_latency_seconds_count 9.0",
+        "moe_runtime_e2e_request_latency_seconds_count 1.0",
+    ):
+        assert f"\n{line}\n" in text
+
+
+def test_a_sequence_that_is_left_is_an_abort_in_the_metrics(generate):
+    *_, client = generate({"max_tokens": 9, "n": 2}, [outputs(byte_ids("a"))])
+    text = client.metrics.exposition().decode()
+    assert 'request_success_total{finished_reason="abort"} 2.0' in text
+    assert "moe_runtime_prompt_tokens_total 2.0" in text

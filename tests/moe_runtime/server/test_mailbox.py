@@ -27,6 +27,19 @@ def test_waiting_outputs_of_a_choice_merge_and_keep_their_order():
     assert (second.finish_reason, second.stop_reason) == ("stop", 7)
 
 
+def test_tokens_keep_the_time_of_their_arrival_while_they_wait(monkeypatch):
+    async def run():
+        mailbox = Mailbox()
+        for now_s, ids in ((1.0, (5, 6)), (2.5, (7,)), (4.0, ())):
+            monkeypatch.setattr("moe_runtime.server.mailbox.time.monotonic", lambda now_s=now_s: now_s)
+            mailbox.put(0, SequenceOutput("r", 0, ids))
+        monkeypatch.undo()
+        return await mailbox.take()
+
+    [update] = asyncio.run(run())
+    assert (update.arrivals_s, update.last_arrival_s) == ([1.0, 1.0, 2.5], 4.0)
+
+
 def test_take_waits_for_something():
     async def run():
         mailbox = Mailbox()

@@ -23,11 +23,14 @@ def test_the_document_shows_every_path_and_field(server):
         "/v1/chat/completions",
         "/v1/models",
         "/v1/models/{model}",
+        "/tokenize",
+        "/detokenize",
         "/health",
         "/health/live",
         "/health/ready",
         "/version",
         "/server_info",
+        "/metrics",
     }
     schemas = document["components"]["schemas"]
     assert set(schemas["CompletionBody"]["properties"]) == set(CompletionBody.model_fields)

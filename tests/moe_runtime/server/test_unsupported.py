@@ -41,6 +41,11 @@ def test_values_that_would_change_the_answer_are_refused_by_name(name, value):
     assert (raised.value.param, raised.value.code) == (name, "unsupported_parameter")
 
 
+def test_a_field_that_the_endpoint_has_implemented_is_kept():
+    fields = {"add_special_tokens": False, "user": "u", "best_of": 1}
+    assert drop_neutral_fields(fields, {"add_special_tokens"}) == {"add_special_tokens": False}
+
+
 def test_inert_fields_have_types():
     with pytest.raises(InvalidRequestError, match="user must be a string"):
         drop_neutral_fields({"user": 5})
