@@ -81,6 +81,7 @@ class Case:
         """This rank's, over memory that peers write."""
         space = SymmetricSpace.connect(self.ranks.group, self.sizes.symmetric_bytes, self.ranks.device)
         exchange = SymmetricExchange(space, self.sizes, self.first_expert)
+        exchange.connect()
         return self.chain(exchange, self.ranks.group.rank, pdl=True)
 
     def bytes_out(self, *, presum: bool = False) -> list[tuple[int, int]]:
@@ -280,6 +281,7 @@ def measure_collective(ranks: Ranks, num_tokens: int) -> Row:
 
     row["nccl_pair_us"] = round(ranks.graph_us(pairs, case.num_layers), 2)
     exchange = CollectiveExchange(ranks.group, case.sizes, case.first_expert, ranks.device)
+    exchange.connect()
     chain = case.chain(exchange, ranks.group.rank, slots_each=NUM_TOPK)
     us, equal = case.timed(chain.launch, chain.poison, lambda: not chain.wrong_layers())
     return row | {"us": round(us, 2), "bits": bits_text({"layer": equal})}

@@ -91,6 +91,7 @@ def main() -> None:
         print(f"{part} took {time.perf_counter() - start_s:.1f} s", flush=True)
         if group.rank == 0:
             options.output.write_text(json.dumps(result, indent=1) + "\n")
+    llm.stop_engine()  # captured graphs hold on to communicators
     close_ranks(llm.group)
 
 

@@ -81,6 +81,7 @@ def race(
 
     space = SymmetricSpace.connect(group, sizes.symmetric_bytes, device)
     exchange = SymmetricExchange(space, sizes, first_expert, waits=case.waits)
+    exchange.connect()
     chain = DispatchChain(
         exchange, sizes, shape, draw(-1), first_expert,
         place=True, apart=case.apart, pause=True, pdl=case.pdl,

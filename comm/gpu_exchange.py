@@ -150,6 +150,9 @@ class GpuExchange(ABC):
     presums: bool = False
     _unsummed: torch.Tensor | None = None
 
+    def connect(self) -> None:  # noqa: B027  # a rank alone has nobody to meet
+        """Meet the other ranks, once all have their buffers and before the first step; a collective."""
+
     def begin_step(self, *, pdl: bool) -> None:  # noqa: B027  # most have nothing to do
         """Before the first layer."""
 
@@ -257,9 +260,12 @@ class SymmetricExchange(GpuExchange):
             self.flags = PeerFlags(
                 words=flags.local, offsets=flags.offsets, step=self._step[:1], rank=self.rank, size=self.size
             )
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        space.check_layout()  # where the ranks meet: nobody writes to a table that is still being cleared
+
+    def connect(self) -> None:
+        """Nobody writes to a table that is still being cleared."""
+        if self.first_expert.device.type == "cuda":
+            torch.cuda.synchronize(self.first_expert.device)
+        self._space.check_layout()
 
     def begin_step(self, *, pdl: bool) -> None:
         """Count the step."""
@@ -356,10 +362,12 @@ class CollectiveExchange(GpuExchange):
         )
         self._no_offsets = torch.zeros(self.size, dtype=torch.int64, device=device)
         self._ranks = torch.arange(self.size, dtype=torch.int64, device=device)
-        # The first move connects the ranks, which cannot be captured in a graph.
-        group.exchange(self._ranks, [1] * self.size, [1] * self.size)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+
+    def connect(self) -> None:
+        """The first move connects the ranks, which cannot be captured in a graph."""
+        self._group.exchange(self._ranks, [1] * self.size, [1] * self.size)
+        if self._ranks.device.type == "cuda":
+            torch.cuda.synchronize(self._ranks.device)
 
     def own_rows(self, shape: StepShape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Buffers of their own."""

@@ -59,6 +59,7 @@ class AuditInputs:
         *,
         scale: float = 1.0,
         max_distinct: int = MAX_DISTINCT_ROWS,
+        is_weight: bool = False,
     ) -> torch.Tensor:
         """A tensor of ``shape``.
 
@@ -71,9 +72,12 @@ class AuditInputs:
                 dimension.
             scale: A power of two, so that scaling is exact.
             max_distinct: Of the first dimension.
+            is_weight: A tensor given under this name is taken instead.
         """
-        if name in self._given:
-            return self._given[name]
+        if is_weight and name in self._given:
+            given = self._given[name]
+            assert given.shape == shape, f"{name} is {list(given.shape)}, the audit takes {list(shape)}"
+            return given
         if self.zeros:
             return torch.zeros(shape, dtype=dtype, device=self.device)
         distinct = (min(shape[0], max_distinct), *shape[1:])

@@ -66,15 +66,18 @@ def model_ops(shapes: ModelShapes) -> list[AuditOp]:
     query = s.num_query_heads * s.head_dim
     ops: list[AuditOp] = [
         DenseOp(s, "qkv", s.qkv_columns, s.hidden, 1, split=False, float32_out=False),
-        DenseOp(s, "o_proj", s.hidden, query, PARTS["row"], split=False, float32_out=True),
-        DenseOp(s, "o_proj", s.hidden, query, PARTS["row"], split=True, float32_out=True),
-        DenseOp(s, "lm_head", s.vocab_size, s.hidden, 1, split=False, float32_out=True),
+        DenseOp(
+            s, "o_proj", *(s.o_proj_share or (s.hidden, query, PARTS["row"])), split=False, float32_out=True
+        ),
+        DenseOp(s, "lm_head", s.vocab_share or s.vocab_size, s.hidden, 1, split=False, float32_out=True),
         RouterOp(s),
         TopkOp(s),
         ExpertOp(s, "gate_up"),
         ExpertOp(s, "down"),
         NormOp(s),
     ]
+    if s.o_proj_share is None:
+        ops.append(DenseOp(s, "o_proj", s.hidden, query, PARTS["row"], split=True, float32_out=True))
     for window in s.windows:
         ops += [AttentionOp(s, window), RowsOp(s, window)]
     return [*ops, RopeOp(s, None), StatsOp(s), GreedyOp(s), SampleOp(s)]

@@ -83,6 +83,8 @@ class ModelShapes:
     Attributes:
         windows: Distinct sliding windows of its layers, None for none.
         num_local_experts: Experts on this device; None for all.
+        vocab_share: Rows of lm_head on this device; None for all.
+        o_proj_share: (N, K, parts) of this device's share of o_proj; None for all of it.
     """
 
     hidden: int
@@ -98,6 +100,8 @@ class ModelShapes:
     windows: tuple[int | None, ...] = (None,)
     dtype: torch.dtype = torch.bfloat16
     num_local_experts: int | None = None
+    vocab_share: int | None = None
+    o_proj_share: tuple[int, int, int] | None = None
 
     @property
     def qkv_columns(self) -> int:
@@ -200,7 +204,7 @@ class DenseOp(AuditOp):
     def inputs(self, make: AuditInputs, kind: str, num_rows: int) -> Tensors:
         return {
             "x": make.values("x", (num_rows, self.k), self.dtype, kind),
-            "w": make.values(self.role, (self.n, self.k), self.dtype, scale=0.125),
+            "w": make.values(self.role, (self.n, self.k), self.dtype, scale=0.125, is_weight=True),
         }
 
     def candidates(self, m: int) -> Sequence[Any]:
@@ -263,7 +267,9 @@ class RouterOp(AuditOp):
         hidden = self.shapes.hidden
         return {
             "x": make.values("x", (num_rows, hidden), self.dtype, kind),
-            "w": make.values("router", (self.shapes.num_experts, hidden), self.dtype, scale=0.125),
+            "w": make.values(
+                "router", (self.shapes.num_experts, hidden), self.dtype, scale=0.125, is_weight=True
+            ),
         }
 
     def candidates(self, m: int) -> Sequence[Any]:
@@ -349,7 +355,9 @@ class ExpertOp(AuditOp):
         ids = np.argsort(order, axis=1, kind="stable")[:, : s.num_topk].astype(np.int32)
         return {
             "x": make.values("x", x_shape, self.dtype, kind),
-            name: make.values(name, wide, self.dtype, scale=2.0**-6, max_distinct=DISTINCT_EXPERTS),
+            name: make.values(
+                name, wide, self.dtype, scale=2.0**-6, max_distinct=DISTINCT_EXPERTS, is_weight=True
+            ),
             "ids": torch.from_numpy(ids).to(make.device),
             "weights": make.values("weights", (num_rows, s.num_topk), torch.float32).abs_(),
         }

@@ -54,5 +54,6 @@ def main(args: Sequence[str] | None = None) -> int:
     if report.exit_code and group.size > 1:
         # torchrun ends the other ranks when it sees the first leave with an error; they are leaving with the same one.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    llm.stop_engine()  # captured graphs hold on to the communicators that end next
     close_ranks(group)
     return int(report.exit_code)

@@ -130,11 +130,13 @@ def _generate(
     defaults = llm.default_sampling_params()
     num_mine = len(range(0, len(parsed), llm.num_engines))  # rank 0's, which alone are shown
     with progress_bar("generating", shown=group.rank == 0) as on_progress:
-        return llm.generate(
+        results = llm.generate(
             [_prompt(llm, prompt) for prompt, _ in parsed],
             [replace(defaults, **given) for _, given in parsed],
             on_finished=lambda done: on_progress(done * llm.num_engines, num_mine * llm.num_engines),
         )
+    llm.stop_engine()  # captured graphs hold on to the communicators that end next
+    return results
 
 
 def _entries(logprobs: Sequence[TokenLogprobs | None] | None) -> list[dict[str, Any] | None] | None:

@@ -5,6 +5,7 @@ Exit codes: 0 drained, 1 fault, 2 usage or configuration, 3 does not fit in memo
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -210,6 +211,8 @@ def _serve(
         return EXIT_FAULT
     finally:
         service.close()
+    del engine, service
+    gc.collect()  # captured graphs hold on to the communicators that end next
     close_ranks(group, tensor_parallel)
     return EXIT_OK
 

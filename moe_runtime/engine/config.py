@@ -35,7 +35,7 @@ class EngineConfig:
             must be a multiple. At level ``topology`` it changes no bit.
         loopback_ranks: Virtual ranks of the loopback dispatcher.
         invariance: ``topology``: a request's bits depend on nothing but the request, on any number of ranks.
-            ``batch``: the same for one fixed deployment. Several CPU ranks then pre-sum the slots that each holds, so
+            ``batch``: the same for one fixed deployment. Several ranks then pre-sum the slots that each holds, so
             that fewer bytes travel; bits depend on their number.
         seed: Seeds dummy weights, and the seeds given to requests that bring none; by default those are random.
     """

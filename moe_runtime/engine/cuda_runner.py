@@ -212,7 +212,7 @@ class CudaRunner(Runner):
         host_ids, slots, positions = columns[0], columns[1], columns[2]
         table = inputs[1 + 3 * bucket : 1 + bucket * (3 + self.max_blocks)].view(bucket, self.max_blocks)
         token_ids, chosen = self._token_ids[:bucket], self.chosen[:bucket]
-        pdl = self.device.type == "cuda"
+        pdl = self.decoder.pdl
         resolve_tokens(host_ids, slots, self.last_token, token_ids)
         schedule = self.decoder.schedules.decode_attention(split=variant == "split")
         self.decoder.decode(

@@ -79,32 +79,27 @@ def _spread(
     """This rank's experts, its peers' reached by the transport."""
     sizes = exchange_sizes(plan, group.size, max_rows)
     few = replace(sizes, max_rows=min(max_rows, MAX_CAPACITY))
-    connected: SymmetricExchange | None = None
+    space: SymmetricSpace | None = None
     if transport == "symmetric":
         space = SymmetricSpace.connect(group, sizes.symmetric_bytes, plan.device)
-        connected = SymmetricExchange(space, sizes, first_expert)
 
     def make() -> SpreadExperts:
         """What is this rank's own."""
+        exchange: SymmetricExchange | CollectiveExchange
         rehearsal: SymmetricExchange | CollectiveExchange
-        if connected is not None:
+        if space is not None:
+            exchange = SymmetricExchange(space, sizes, first_expert)
             alone = rehearsal_space(few, group.rank, plan.device)
             rehearsal = SymmetricExchange(alone, few, first_expert, live=False)
         else:
+            exchange = CollectiveExchange(replace(group, links=None), sizes, first_expert, plan.device)
             rehearsal = CollectiveExchange(rehearsal_group(group), few, first_expert, plan.device)
-        moving = replace(group, links=None)
         return SpreadExperts(
-            plan.config,
-            schedules,
-            connected or CollectiveExchange(moving, sizes, first_expert, plan.device),
-            rehearsal,
-            first_expert,
-            max_rows,
-            plan.torch_dtype,
-            plan.device,
+            plan.config, schedules, exchange, rehearsal, first_expert, max_rows, plan.torch_dtype, plan.device
         )
 
     experts = all_or_none(group, make)
+    experts.exchange.connect()
     logger.info(
         "%s buffers of expert parallelism for %d tokens a rank: %.1f MiB",
         transport,

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from moe_runtime.errors import CapacityError
+
 __all__ = ["DECODE_BUCKETS", "DecodeGraphs", "decode_bucket"]
 
 DECODE_BUCKETS = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
@@ -41,6 +43,7 @@ class DecodeGraphs:
         """Rehearse once to compile, then capture. Both must find inert inputs: they are no step of anybody.
 
         Raises:
+            CapacityError: the GPU's memory ran out.
             RuntimeError: naming the bucket and what to change.
         """
         torch.cuda.synchronize()
@@ -51,6 +54,10 @@ class DecodeGraphs:
             # Other threads (NCCL's watchdog) may ask the device about their own events meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 self._run(bucket, variant, False)
+        except torch.OutOfMemoryError as error:
+            raise CapacityError(
+                f"no room to capture the decode step of {bucket} rows ({variant}): {error}"
+            ) from None
         except RuntimeError as error:
             raise RuntimeError(
                 f"the decode step of {bucket} rows ({variant}) cannot be captured as a CUDA graph ({error}); "

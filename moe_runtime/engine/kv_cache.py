@@ -104,7 +104,8 @@ def gpu_num_blocks(
         buffer_bytes += NCCL_BYTES
         rows = min(num_ranks * rows, MAX_SLICE)
     if plan.multiple_reduction.enabled:
-        pair_items += model.hidden_size  # of slots before they are added
+        # Slots before they are added; virtual ranks have rows of their own.
+        pair_items += model.hidden_size * (config.loopback_ranks if transport == "loopback" else 1)
     buffer_bytes += rows * model.num_experts_per_tok * pair_items * item_bytes
 
     split_rows = max_split_rows(model, plan.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from moe_runtime.env import cache_folder
 from moe_runtime.kernels.audit import AuditReport
 from moe_runtime.kernels.audit_report import device_key, load_findings
+from moe_runtime.kernels.gemm import PARTS
 from moe_runtime.kernels.gpu_audit import audit_short
 from moe_runtime.kernels.gpu_audit_ops import ModelShapes
 from moe_runtime.kernels.gpu_schedules import GpuSchedules, device_kind
@@ -78,9 +80,17 @@ def check_schedules(decoder: CudaDecoder) -> AuditReport:
         # The audit routes a token to as many different experts; it makes up the weights of more of them.
         del weights["w13"], weights["w2"]
         num_local_experts = None
+    shapes = model_shapes(decoder.local, decoder.dtype, num_local_experts)
+    if decoder.tensor_parallel.size > 1:
+        parts = 1 if decoder.adds_shards else PARTS["row"]
+        shapes = replace(
+            shapes,
+            vocab_share=decoder.lm_head.shape[0],
+            o_proj_share=(layer.o_proj.shape[0], layer.o_proj.shape[1], parts),
+        )
     with torch.inference_mode():
         count = audit_short(
-            model_shapes(decoder.config, decoder.dtype, num_local_experts),
+            shapes,
             decoder.schedules,
             decoder.device,
             weights,

@@ -109,6 +109,7 @@ def test_virtual_ranks_write_each_other_s_tables_and_slots():
 
 def exchange_by_gloo(context: RankContext) -> bool:
     exchange = CollectiveExchange(context.group, SIZES, FIRST, torch.device(DEVICE))
+    exchange.connect()
     for _ in range(2):  # again over what the first left
         table = exchange.dispatch(SHAPE, fill(exchange, SHAPE), pdl=False)
         check_table(table, context.rank, SHAPE.capacity)
@@ -125,6 +126,7 @@ def exchange_in_a_bucket(context: RankContext) -> bool:
     """All ranks run five rows; those past their tokens are inert."""
     shape = StepShape.of_bucket(5, 3)
     exchange = CollectiveExchange(context.group, SIZES, FIRST, torch.device(DEVICE))
+    exchange.connect()
     for target, source in zip(exchange.own_rows(shape), rows_of(context.rank), strict=True):
         target.fill_(-1)
         target[: len(source)] = source

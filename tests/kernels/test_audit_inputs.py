@@ -47,5 +47,8 @@ def test_names_and_kinds_give_other_values_and_rows_repeat():
 def test_zeros_and_given_tensors():
     given = torch.ones(2, 3)
     make = AuditInputs("one", "cpu", zeros=True, given={"w": given})
-    assert make.values("w", (2, 3), torch.float32) is given
+    assert make.values("w", (2, 3), torch.float32, is_weight=True) is given
+    assert make.values("w", (4,), torch.float32).shape == (4,)  # rows of another op under the same name
+    with pytest.raises(AssertionError, match=r"w is \[2, 3\], the audit takes \[3, 3\]"):
+        make.values("w", (3, 3), torch.float32, is_weight=True)
     assert not make.values("x", (2, 3), torch.bfloat16).any()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from moe_runtime.engine.graphs import DECODE_BUCKETS, DecodeGraphs, decode_bucket
+from moe_runtime.errors import CapacityError
 
 
 @pytest.mark.parametrize(
@@ -87,3 +88,12 @@ def test_a_failed_capture_names_the_step_and_what_to_change(no_device):
     with pytest.raises(RuntimeError, match=r"decode step of 16 rows \(split\).*set enforce_eager"):
         graphs.capture(16, "split")
     assert not graphs.has(16, "split")
+
+
+def test_no_memory_to_capture_is_a_lack_of_room(no_device):
+    def run(bucket, variant, rehearse):
+        if not rehearse:
+            raise torch.OutOfMemoryError("out of memory")
+
+    with pytest.raises(CapacityError, match=r"no room to capture the decode step of 8 rows \(serial\)"):
+        DecodeGraphs(run).capture(8, "serial")

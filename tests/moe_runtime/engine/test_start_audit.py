@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from moe_runtime.comm.tensor_parallel import TensorParallel
 from moe_runtime.env import cache_folder
+from tests.gpu_engine import gpu_llm, write_gpu_checkpoint
 from tests.kernels.triton_interpreter import DEVICE
+from tests.ranks import RankContext
 
 from moe_runtime.engine import start_audit  # isort: skip
+from moe_runtime.kernels import gpu_audit  # isort: skip
 from moe_runtime.engine.config import EngineConfig  # isort: skip
 from moe_runtime.engine.model_loader import plan_model  # isort: skip
 from moe_runtime.engine.start_audit import (  # isort: skip
@@ -58,7 +63,8 @@ def test_the_short_audit_runs_on_the_first_layers_weights(monkeypatch):
         experts = LayerExperts(w13=torch.zeros(4), w2=torch.zeros(5))
 
     class FakeDecoder:
-        config = plan_model(EngineConfig(device="cpu")).config
+        config = local = plan_model(EngineConfig(device="cpu")).config
+        tensor_parallel = TensorParallel()
         dtype, device, pdl = torch.bfloat16, torch.device("cpu"), False
         layers = (Layer, None)
         lm_head = torch.zeros(9)
@@ -86,7 +92,8 @@ def test_a_rank_with_fewer_experts_than_a_token_has_audits_made_up_ones(monkeypa
         experts = LayerExperts(w13=torch.zeros(3, 1), w2=torch.zeros(3, 1))
 
     class FakeDecoder:
-        config = plan_model(EngineConfig(device="cpu")).config
+        config = local = plan_model(EngineConfig(device="cpu")).config
+        tensor_parallel = TensorParallel()
         dtype, device, pdl = torch.bfloat16, torch.device("cpu"), False
         layers = (Layer,)
         lm_head = torch.zeros(9)
@@ -111,3 +118,23 @@ def test_the_engine_starts_on_this_gpu_with_every_schedule_checked(caplog):
     caplog.set_level("INFO")
     LLM("builtin", device="cuda")
     assert "comparisons of schedules" in caplog.text
+
+
+def audit_a_share(context: RankContext, folder: str, tp: int) -> int:
+    options = {
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 16,
+        "kv_cache_blocks": 4,
+        "dispatcher": "collective",
+    }
+    decoder = gpu_llm(Path(folder), group=context.group, tp=tp, **options).model.decoder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu_audit, "SHORT_MAX_ROWS", 1)
+        patch.setattr(start_audit, "audit_short", partial(gpu_audit.audit_short, max_rows=1))
+        return start_audit.check_schedules(decoder).num_comparisons
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_rank_of_a_group_audits_the_shapes_of_its_share(ranks, tmp_path, tp):
+    folder = write_gpu_checkpoint(tmp_path, num_hidden_layers=1, num_experts=tp * 2)
+    assert min(ranks(tp, audit_a_share, str(folder), tp)) > 10
