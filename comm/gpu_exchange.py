@@ -53,6 +53,11 @@ class StepShape:
     capacity: int
     tokens_per_rank: tuple[int, ...]
 
+    @property
+    def is_even(self) -> bool:
+        """Every rank has as many rows as there are places for it."""
+        return set(self.tokens_per_rank) == {self.capacity}
+
     @classmethod
     def of_bucket(cls, bucket: int, size: int) -> StepShape:
         """A decode step whose ranks all run ``bucket`` rows."""
@@ -140,15 +145,30 @@ class GpuExchange(ABC):
         presums: ``down`` writes rows here, ``presum`` adds and sends them.
     """
 
-    rank: int
-    size: int
-    first_expert: torch.Tensor
-    _ranks: torch.Tensor
-    _own_experts: tuple[int, int]
     flags: PeerFlags | None = None
-    num_bytes: int
-    presums: bool = False
-    _unsummed: torch.Tensor | None = None
+
+    def __init__(
+        self,
+        rank: int,
+        sizes: ExchangeSizes,
+        first_expert: Sequence[int],
+        device: torch.device,
+        num_bytes: int,
+    ) -> None:
+        if len(first_expert) != sizes.size + 1:
+            raise ValueError(
+                f"first_expert has {len(first_expert)} entries; must have ep_size + 1 = {sizes.size + 1}"
+            )
+        self.rank, self.size, self.num_bytes = rank, sizes.size, num_bytes
+        self.first_expert = torch.tensor(first_expert, dtype=torch.int32, device=device)
+        self._own_experts = (first_expert[rank], first_expert[rank + 1])
+        self._ranks = torch.arange(self.size, dtype=torch.int64, device=device)
+        self.presums = sizes.presums
+        # Rows of a slice before they are added, at a fixed address.
+        self._unsummed: torch.Tensor | None = None
+        if sizes.presums:
+            shape = (sizes.slice_positions, sizes.num_topk, sizes.hidden)
+            self._unsummed = torch.zeros(shape, dtype=sizes.dtype, device=device)
 
     def connect(self) -> None:  # noqa: B027  # a rank alone has nobody to meet
         """Meet the other ranks, once all have their buffers and before the first step; a collective."""
@@ -188,12 +208,6 @@ class GpuExchange(ABC):
             rows = self._unsummed_rows(ids.shape[0])
             partials, homes = self._partials(shape, piece)
             presum_rows(rows, ids, partials, homes, self._own_experts, pdl=pdl)
-
-    def _make_unsummed(self, sizes: ExchangeSizes, device: torch.device) -> None:
-        """Rows of a slice before they are added, at a fixed address."""
-        if sizes.presums:
-            shape = (sizes.slice_positions, sizes.num_topk, sizes.hidden)
-            self._unsummed = torch.zeros(shape, dtype=sizes.dtype, device=device)
 
     def _unsummed_rows(self, num_rows: int) -> torch.Tensor:
         """``[P, K, H]`` of this rank's own memory."""
@@ -239,19 +253,12 @@ class SymmetricExchange(GpuExchange):
         waits: bool = True,
         live: bool = True,
     ) -> None:
-        _check_experts(first_expert, space.size)
-        self.rank, self.size = space.rank, space.size
-        self.num_bytes = sizes.symmetric_bytes
+        device = space.region.device
+        super().__init__(space.rank, sizes, first_expert, device, sizes.symmetric_bytes)
         self._space = space  # which keeps the peers' memory mapped
         self._buffers = {
             name: space.carve(name, shape, dtype) for name, (shape, dtype) in sizes.symmetric.items()
         }
-        device = self._buffers["x"].local.device
-        self.first_expert = torch.tensor(first_expert, dtype=torch.int32, device=device)
-        self._ranks = torch.arange(self.size, dtype=torch.int64, device=device)
-        self._own_experts = (first_expert[self.rank], first_expert[self.rank + 1])
-        self.presums = sizes.presums
-        self._make_unsummed(sizes, device)
         self._buffers["ids"].local.fill_(-1)
         self._step = torch.zeros(2, dtype=torch.int32, device=device)
         self._live = torch.full((1,), int(live), dtype=torch.int32, device=device)
@@ -337,10 +344,7 @@ class CollectiveExchange(GpuExchange):
     def __init__(
         self, group: RankGroup, sizes: ExchangeSizes, first_expert: Sequence[int], device: torch.device
     ) -> None:
-        _check_experts(first_expert, group.size)
-        self.rank, self.size = group.rank, group.size
-        self.num_bytes = sizes.collective_bytes
-        self.first_expert = torch.tensor(first_expert, dtype=torch.int32, device=device)
+        super().__init__(group.rank, sizes, first_expert, device, sizes.collective_bytes)
         self._group = group
         self._own = {
             name: torch.zeros(sizes.max_rows, *shape[1:], dtype=dtype, device=device)
@@ -350,9 +354,6 @@ class CollectiveExchange(GpuExchange):
             name: torch.zeros(shape, dtype=dtype, device=device)
             for name, (shape, dtype) in sizes.table.items()
         }
-        self.presums = sizes.presums
-        self._make_unsummed(sizes, device)
-        self._own_experts = (first_expert[self.rank], first_expert[self.rank + 1])
         self._rows = torch.zeros(
             sizes.size * sizes.max_rows,
             1 if sizes.presums else sizes.num_topk,
@@ -361,7 +362,6 @@ class CollectiveExchange(GpuExchange):
             device=device,
         )
         self._no_offsets = torch.zeros(self.size, dtype=torch.int64, device=device)
-        self._ranks = torch.arange(self.size, dtype=torch.int64, device=device)
 
     def connect(self) -> None:
         """The first move connects the ranks, which cannot be captured in a graph."""
@@ -376,15 +376,15 @@ class CollectiveExchange(GpuExchange):
 
     def dispatch(self, shape: StepShape, num_tokens: torch.Tensor, *, pdl: bool) -> TokenTable:
         """Every rank sends all its rows to all."""
-        used, exact = self.size * shape.capacity, set(shape.tokens_per_rank) == {shape.capacity}
-        if not exact:
+        used = self.size * shape.capacity
+        if not shape.is_even:
             self._table["ids"][:used].fill_(-1)
         for name, own in zip(("x", "ids", "weights"), self.own_rows(shape), strict=True):
             sent = own.repeat(self.size, 1)
             counts = [own.shape[0]] * self.size
             received = self._group.exchange(sent, counts, shape.tokens_per_rank)
             table = self._table[name][:used].view(self.size, shape.capacity, -1)
-            if exact:
+            if shape.is_even:
                 table.view(received.shape).copy_(received)
                 continue
             for place, piece in zip(table, torch.split(received, list(shape.tokens_per_rank)), strict=True):
@@ -416,10 +416,10 @@ class CollectiveExchange(GpuExchange):
     def collect(self, shape: StepShape) -> tuple[torch.Tensor, RowSources | None]:
         """Every rank sends each home all slots of its tokens, or a sum; those of experts elsewhere hold anything."""
         count = shape.tokens_per_rank[self.rank]
-        used = self._rows[: self.size * shape.capacity].view(self.size, shape.capacity, *self._rows.shape[1:])
-        pieces = [rows[:tokens] for rows, tokens in zip(used, shape.tokens_per_rank, strict=True)]
-        exact = set(shape.tokens_per_rank) == {shape.capacity}
-        sent = self._rows[: self.size * shape.capacity] if exact else torch.cat(pieces)
+        sent = self._rows[: self.size * shape.capacity]
+        if not shape.is_even:
+            by_rank = sent.view(self.size, shape.capacity, *sent.shape[1:])
+            sent = torch.cat([rows[:n] for rows, n in zip(by_rank, shape.tokens_per_rank, strict=True)])
         received = self._group.exchange(sent, list(shape.tokens_per_rank), [count] * self.size)
         partials = (1, count) if self.presums else None
         return received, RowSources(
@@ -447,8 +447,3 @@ def rehearsal_space(sizes: ExchangeSizes, rank: int, device: torch.device) -> Sy
     the own one."""
     (space,) = SymmetricSpace.virtual(1, sizes.symmetric_bytes, device)
     return SymmetricSpace([space.region] * sizes.size, rank)
-
-
-def _check_experts(first_expert: Sequence[int], size: int) -> None:
-    if len(first_expert) != size + 1:
-        raise ValueError(f"first_expert has {len(first_expert)} entries; must have ep_size + 1 = {size + 1}")

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -59,6 +60,10 @@ class TensorParallel:
     def bounds(self, num_features: int) -> list[int]:
         """``t + 1`` bounds of the ranks' shares of ``num_features``, as even as they can be."""
         return [num_features * rank // self.size for rank in range(self.size + 1)]
+
+    def widths(self, num_features: int) -> list[int]:
+        """Features in each rank's share."""
+        return [high - low for low, high in pairwise(self.bounds(num_features))]
 
     def broadcast(self, items: torch.Tensor | None, num_items: int) -> torch.Tensor:
         """``[num_items]`` int64 of the first rank, on every rank.

@@ -165,7 +165,6 @@ class CudaDecoder:
         self._alone = TensorParallel(group=rehearsal_group(tp.group)) if tp.size > 1 else tp
         self.vocab_bounds = tp.bounds(config.vocab_size)
         self._vocab_ends = torch.tensor(self.vocab_bounds[1:], dtype=torch.int32, device=device)
-        self.hidden_bounds = tp.bounds(config.hidden_size)
         self.dtype = dtype
         self.device = device
         # Collectives stand between the kernels of a group, which dependent launch knows nothing of.
@@ -182,7 +181,7 @@ class CudaDecoder:
         self.lm_head = (
             self.embedding if config.tie_word_embeddings else load("lm_head")[own_vocab].contiguous()
         )
-        own_hidden = slice(self.hidden_bounds[tp.rank], self.hidden_bounds[tp.rank + 1])
+        own_hidden = slice(*tp.bounds(config.hidden_size)[tp.rank : tp.rank + 2])
         self.layers = [
             CudaLayer(
                 config,
@@ -362,8 +361,7 @@ class CudaDecoder:
         whole = tp.gather_columns(b.attention, [b.attention.shape[1]] * tp.size)
         own = torch.empty(m, layer.o_proj.shape[0], dtype=self.dtype, device=self.device)
         self._gemm(whole, layer.o_proj, own, parts=PARTS["row"])
-        bounds = self.hidden_bounds
-        return tp.gather_columns(own, [bounds[r + 1] - bounds[r] for r in range(tp.size)])
+        return tp.gather_columns(own, tp.widths(hidden))
 
     def _experts(
         self,
@@ -440,8 +438,7 @@ class CudaDecoder:
             return
         own = logits.new_empty(normed.shape[0], self.lm_head.shape[0])
         self._gemm(normed, self.lm_head, own)
-        bounds = self.vocab_bounds
-        logits.copy_(tp.gather_columns(own, [bounds[r + 1] - bounds[r] for r in range(tp.size)]))
+        logits.copy_(tp.gather_columns(own, tp.widths(self.config.vocab_size)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,8 +35,8 @@ class LMHead:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``[rows, vocab]`` float32 on the group's first rank, ``[0, vocab]`` on the others."""
-        widths = [high - low for low, high in zip(self.bounds, self.bounds[1:], strict=False)]
-        return self.tensor_parallel.collect_columns(linear_fp32(x, self.weight), widths)
+        tp = self.tensor_parallel
+        return tp.collect_columns(linear_fp32(x, self.weight), tp.widths(self.bounds[-1]))
 
 
 class Embedding:

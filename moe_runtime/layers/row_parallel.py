@@ -58,8 +58,7 @@ class RowParallel:
             return all_reduce(linear_fp32(x, self.weight), self.tensor_parallel.group, self.dtype)
         tp = self.tensor_parallel
         whole = tp.gather_columns(x, [x.shape[1]] * tp.size)[:, : self.num_features]
-        bounds = self.column_bounds
-        widths = [bounds[rank + 1] - bounds[rank] for rank in range(tp.size)]
+        widths = tp.widths(self.column_bounds[-1])
         return tp.gather_columns(linear(whole, self.weight, self.dtype), widths)
 
     def _pack(self, weight: torch.Tensor) -> PackedWeight:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.tensor_parallel import TensorParallel, check_tp, open_tensor_parallel
 from moe_runtime.comm.transports import DispatcherName
 from moe_runtime.errors import PeerError
@@ -116,3 +117,9 @@ def test_a_rank_alone_holds_everything():
 def test_a_size_that_does_not_divide_the_world_is_refused(tp, world_size):
     with pytest.raises(ValueError, match=rf"world_size \({world_size}\) must be divisible by tp \({tp}\)"):
         check_tp(tp, world_size)
+
+
+def test_widths_are_those_of_the_bounds() -> None:
+    group = TensorParallel(group=RankGroup(rank=1, size=3))
+    assert group.bounds(8) == [0, 2, 5, 8]
+    assert group.widths(8) == [2, 3, 3]

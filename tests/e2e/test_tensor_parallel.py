@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,10 +12,11 @@ import torch
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.tensor_parallel import TensorParallel
 from moe_runtime.engine.engine import Engine
-from moe_runtime.engine.llm import LLM, RequestOutput
+from moe_runtime.engine.llm import LLM
 from moe_runtime.engine.request import SamplingParams
 from moe_runtime.layers import row_parallel
 from tests.checkpoints import WEIGHT_KINDS, tiny_config, write_checkpoint
+from tests.mixed_requests import bits, mixed_params, random_prompts
 from tests.ranks import RankContext
 
 PROMPT_LENGTHS = (61, 1, 130, 5, 33, 300, 64)
@@ -26,22 +27,11 @@ Result = list[tuple[Any, ...]]
 
 
 def prompts() -> list[list[int]]:
-    generator = random.Random(11)
-    return [[generator.randrange(128) for _ in range(length)] for length in PROMPT_LENGTHS]
+    return random_prompts(11, PROMPT_LENGTHS)
 
 
 def params() -> list[SamplingParams]:
-    greedy = SamplingParams(temperature=0, max_tokens=NUM_OUTPUT, logprobs=3, prompt_logprobs=2, seed=0)
-    return [
-        greedy if i % 2 else replace(greedy, temperature=1.0, top_p=0.95, top_k=50, seed=1000 + i)
-        for i in range(len(PROMPT_LENGTHS))
-    ]
-
-
-def bits(output: RequestOutput) -> tuple[Any, ...]:
-    """All that is promised, exactly: Python floats hold the fp32 values."""
-    choices = [(c.token_ids, c.logprobs, c.finish_reason, c.seed) for c in output.outputs]
-    return output.prompt_ids, output.prompt_logprobs, choices
+    return mixed_params(len(PROMPT_LENGTHS), NUM_OUTPUT)
 
 
 def batch(llm: LLM) -> Result:

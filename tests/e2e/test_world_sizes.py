@@ -11,12 +11,13 @@ import pytest
 
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.engine import model_loader
-from moe_runtime.engine.llm import LLM, RequestOutput
+from moe_runtime.engine.llm import LLM
 from moe_runtime.engine.request import SamplingParams
 from moe_runtime.eplb.placement import contiguous_placement
 from moe_runtime.errors import InvalidRequestError
 from moe_runtime.kernels.schedules import Control, control
 from tests.checkpoints import WEIGHT_KINDS, tiny_config, write_checkpoint
+from tests.mixed_requests import bits, mixed_params, random_prompts
 from tests.ranks import RankContext
 
 MODELS = ("qwen3_moe", "mixtral")
@@ -28,23 +29,11 @@ MAX_NUM_SEQS = 16
 
 
 def prompts() -> list[list[int]]:
-    generator = random.Random(1)
-    return [[generator.randrange(128) for _ in range(length)] for length in PROMPT_LENGTHS]
+    return random_prompts(1, PROMPT_LENGTHS)
 
 
 def params() -> list[SamplingParams]:
-    """Greedy and seeded by turns, all with logprobs of prompt and output."""
-    greedy = SamplingParams(temperature=0, max_tokens=NUM_OUTPUT, logprobs=3, prompt_logprobs=2, seed=0)
-    return [
-        greedy if i % 2 else replace(greedy, temperature=1.0, top_p=0.95, top_k=50, seed=1000 + i)
-        for i in range(len(PROMPT_LENGTHS))
-    ]
-
-
-def bits(output: RequestOutput) -> tuple[Any, ...]:
-    """All that is promised, exactly: Python floats hold the fp32 values."""
-    choices = [(c.token_ids, c.logprobs, c.finish_reason, c.seed) for c in output.outputs]
-    return output.prompt_ids, output.prompt_logprobs, choices
+    return mixed_params(len(PROMPT_LENGTHS), NUM_OUTPUT)
 
 
 Result = list[tuple[Any, ...]]
