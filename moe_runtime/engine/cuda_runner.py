@@ -119,14 +119,14 @@ class CudaRunner(Runner):
         self._slots.begin_step()
         rows = wanted_rows(chunks)
         plan = plan_step(chunks, rows)
-        slots = [
-            self._slots.slot(chunk.sequence)
-            if chunk.reaches_end and chunk.sequence.token_ids[-1] == UNKNOWN_TOKEN
-            else -1
-            for chunk in chunks
-        ]
         bucket = self._bucket(tokens_per_rank, is_decode)
         if bucket is None:
+            slots = [
+                self._slots.slot(chunk.sequence)
+                if chunk.reaches_end and chunk.sequence.token_ids[-1] == UNKNOWN_TOKEN
+                else -1
+                for chunk in chunks
+            ]
             hidden = self._mixed(plan, slots, StepShape.of_tokens(tokens_per_rank))
             return self._score_hidden(rows, hidden)
         self._decode(plan, [self._slots.slot(chunk.sequence) for chunk in chunks], bucket)
