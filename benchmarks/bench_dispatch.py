@@ -9,7 +9,8 @@ that leave a rank; the floor is bytes over ``LINK_GBPS``. Per number of tokens:
 
 * ``us``: whole layers; ``dispatch_us`` and ``rows_us`` the halves (to the end of the first wait, and from there on);
 * ``no_peer_us``: the same kernels without flags, the peer's memory being local; ``exposed_us`` is the difference;
-* ``presum_us``: a rank sends one row per token of the other, the sum of its slots (other bits, checked by themselves);
+* ``presum_us``: as ``--invariance batch`` has it: a rank keeps its slots' rows, adds them in a kernel of its own and
+  sends one row per token of the other (other bits, checked by themselves);
 * ``slots_each_us``: by slots that a program of the identity expert works through; the best one is used for the rest.
 
 ``prefill`` gives the link's rate in both directions at once with one barrier per transfer; ``race`` the replays with
@@ -20,10 +21,12 @@ control without waits; ``collective`` the engine's other exchange, and NCCL's tw
 from __future__ import annotations
 
 import argparse
+import copy
 import faulthandler
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +37,8 @@ from dispatch_chain import DispatchChain, LayerRows, bytes_out, first_experts
 from dispatch_race import RaceCase, race
 from rank_timing import Ranks
 
-from moe_runtime.comm.gpu_exchange import CollectiveExchange, ExchangeSizes, StepShape, SymmetricExchange
+from moe_runtime.comm.collective_exchange import CollectiveExchange
+from moe_runtime.comm.gpu_exchange import MAX_FIXED_ROWS, ExchangeSizes, StepShape, SymmetricExchange
 from moe_runtime.comm.symmetric_memory import SymmetricSpace
 from moe_runtime.kernels.dispatch_triton import dispatch_rows_reference
 
@@ -83,6 +87,12 @@ class Case:
         exchange = SymmetricExchange(space, self.sizes, self.first_expert)
         exchange.connect()
         return self.chain(exchange, self.ranks.group.rank, pdl=True)
+
+    def presummed(self) -> Case:
+        """The same, with ranks that add their slots."""
+        other = copy.copy(self)
+        other.sizes = replace(self.sizes, presums=True)
+        return other
 
     def bytes_out(self, *, presum: bool = False) -> list[tuple[int, int]]:
         """By rank: with dispatch, and with the rows home."""
@@ -179,8 +189,11 @@ def measure_layers(ranks: Ranks, num_tokens: int) -> list[Row]:
         )
         prefill = prefill_rows(case, halves_us, bits)
     no_peer_us, bits["no peer"] = without_peer(case, chain.slots_each)
-    chain.presum = True
-    presum_us, bits["presum"] = case.timed(chain.launch, lambda: poison_all(chain), outputs_are_right)
+    presummed = case.presummed().connected()
+    presummed.slots_each = chain.slots_each
+    presum_us, bits["presum"] = case.timed(
+        presummed.launch, lambda: poison_all(presummed), lambda: not presummed.wrong_layers()
+    )
     num_bytes, presum_bytes = max(map(sum, case.bytes_out())), max(map(sum, case.bytes_out(presum=True)))
     us, floor_us = min(slots_us.values()), num_bytes / (LINK_GBPS * 1e3)
     must_us, aim_us = GOALS_US.get(num_tokens, (None, None))
@@ -267,7 +280,7 @@ def measure_race(ranks: Ranks, num_tokens: int, *, apart: bool, waits: bool) -> 
 
 
 def measure_collective(ranks: Ranks, num_tokens: int) -> Row:
-    """The engine's other exchange in a graph, and NCCL alone."""
+    """The engine's other exchange, in a graph as far as there are graphs of so many rows, and NCCL alone in one."""
     case = Case(ranks, num_tokens)
     row: Row = {"kind": "collective", "tokens_per_rank": num_tokens, "layers": case.num_layers}
     x = torch.zeros(ranks.group.size * num_tokens, HIDDEN, dtype=torch.bfloat16, device=ranks.device)
@@ -282,8 +295,15 @@ def measure_collective(ranks: Ranks, num_tokens: int) -> Row:
     row["nccl_pair_us"] = round(ranks.graph_us(pairs, case.num_layers), 2)
     exchange = CollectiveExchange(ranks.group, case.sizes, case.first_expert, ranks.device)
     exchange.connect()
+    if num_tokens > MAX_FIXED_ROWS:
+        case.shape = StepShape.of_tokens(case.shape.tokens_per_rank)
     chain = case.chain(exchange, ranks.group.rank, slots_each=NUM_TOPK)
-    us, equal = case.timed(chain.launch, chain.poison, lambda: not chain.wrong_layers())
+    if num_tokens <= MAX_FIXED_ROWS:
+        us, equal = case.timed(chain.launch, chain.poison, lambda: not chain.wrong_layers())
+    else:
+        row["form"] = "exact sizes, no graph"
+        us = ranks.launch_us(chain.launch, case.num_layers)
+        equal = ranks.largest(float(bool(chain.wrong_layers()))) == 0.0
     return row | {"us": round(us, 2), "bits": bits_text({"layer": equal})}
 
 

@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from identity_experts import identity_experts, place_rows, presummed_experts, stop_between
+from identity_experts import identity_experts, place_rows, stop_between
 
 from moe_runtime.comm.gpu_exchange import ExchangeSizes, GpuExchange, StepShape, SymmetricExchange
 from moe_runtime.kernels.dispatch_triton import TableSlice, TokenTable, local_slots
@@ -104,13 +104,12 @@ class DispatchChain:
     """One rank's layers behind an exchange. All ranks of it launch the same.
 
     Args:
-        exchange: Moves the rows.
+        exchange: Moves the rows; with ``presums`` a rank sends the sums of its slots.
         sizes: Of the exchange's buffers; layers are ``sizes.num_layers``.
         shape: Of every step.
         rows: Inputs, of this rank.
         first_expert: ``W + 1`` exclusive prefix sums of physical experts per rank.
         slots_each: Slots that a program of the expert kernel works through; divides K, changes no bit.
-        presum: A rank sends the sum of its slots.
         place: Every layer has inputs of its own, which a kernel puts into the exchange's places; else they are there,
             and all layers send the first.
         apart: A layer's waits are kernels of their own (``peer_barrier``), each with a pause after it, so that pauses
@@ -133,7 +132,6 @@ class DispatchChain:
         first_expert: Sequence[int],
         *,
         slots_each: int = 1,
-        presum: bool = False,
         place: bool = False,
         apart: bool = False,
         pause: bool = False,
@@ -142,7 +140,7 @@ class DispatchChain:
         device, count = rows.x.device, shape.tokens_per_rank[exchange.rank]
         self.exchange, self.sizes, self.shape, self.rows = exchange, sizes, shape, rows
         self.first_expert = tuple(first_expert)
-        self.slots_each, self.presum, self.place, self.pdl = slots_each, presum, place, pdl
+        self.slots_each, self.place, self.pdl = slots_each, place, pdl
         self.apart, self.pause = apart, pause
         self.num_positions = exchange.size * shape.capacity
         self.residual = torch.zeros(sizes.num_layers, count, sizes.hidden, dtype=sizes.dtype, device=device)
@@ -216,22 +214,15 @@ class DispatchChain:
         options: dict[str, Any] = {"pdl": self.pdl}
         if self.pause:
             options["pause_ns"] = self.pause_ns[layer, 1]
-        if self.presum:
-            presummed_experts(
-                self._known_table(), rows, homes, self.expert_offset, self.num_local_experts, **options
-            )
-            return
         options["slots_each"] = self.slots_each
-        identity_experts(
-            self._known_table(), rows, homes, self.expert_offset, self.num_local_experts, **options
-        )
+        table = self._known_table()
+        identity_experts(table, rows, homes, self.expert_offset, self.num_local_experts, **options)
+        self.exchange.finish_slice(self.shape, whole, table.ids, pdl=self.pdl)
 
     def combine(self, layer: int) -> None:
         """The second flag, the sum, residual and norm."""
         flags = self.exchange.flags
         rows, sources = self.exchange.collect(self.shape)
-        if self.presum:
-            rows = self._sums(rows)
         if self.apart:
             if flags is not None:
                 peer_barrier(flags, 2 * layer + 1, pdl=self.pdl)
@@ -248,9 +239,8 @@ class DispatchChain:
         peer_barrier(self.exchange.flags, 2 * layer + 1, pdl=self.pdl)
 
     def homes(self) -> torch.Tensor:
-        """``[T, K, H]`` or ``[T, W, H]``: the rows that came home last."""
-        rows, _ = self.exchange.collect(self.shape)
-        return self._sums(rows) if self.presum else rows
+        """``[T, K, H]`` or ``[T, W, H]``: the rows that came home last; anything of ranks without a slot of a token."""
+        return self.exchange.collect(self.shape)[0]
 
     def poison(self) -> None:
         """Outputs that no layer gives."""
@@ -275,7 +265,7 @@ class DispatchChain:
 
     def expected_homes(self) -> torch.Tensor:
         """``[L, *homes]`` after each input, by torch."""
-        return self.rows.rank_rows(self.first_expert) if self.presum else self.rows.pair_rows()
+        return self.rows.rank_rows(self.first_expert) if self.exchange.presums else self.rows.pair_rows()
 
     def _input(self, layer: int) -> int:
         return layer % self.rows.x.shape[0] if self.place else 0
@@ -285,11 +275,6 @@ class DispatchChain:
             assert isinstance(self.exchange, SymmetricExchange), "dispatch first"
             self._table = self.exchange.table(self.shape)
         return self._table
-
-    def _sums(self, rows: torch.Tensor) -> torch.Tensor:
-        """The slot rows as ``[T, W, H]``."""
-        width = self.exchange.size * self.sizes.hidden
-        return rows.reshape(-1)[: rows.shape[0] * width].view(rows.shape[0], self.exchange.size, -1)
 
     def _stop(self, layer: int, which: int) -> None:
         if self.pause:

@@ -19,7 +19,7 @@ from moe_runtime.kernels.dispatch_triton import RowHomes, TokenTable, home_offse
 from moe_runtime.kernels.expert_tile_triton import weighted_rounded
 from moe_runtime.kernels.triton_launch import INTERPRETED, launch_options, wait_for_previous
 
-__all__ = ["identity_experts", "place_rows", "presummed_experts", "stop_between"]
+__all__ = ["identity_experts", "place_rows", "stop_between"]
 
 
 def place_rows(rows: Sequence[torch.Tensor], places: Sequence[torch.Tensor], *, pdl: bool = False) -> None:
@@ -65,34 +65,6 @@ def identity_experts(
         SIZE=num_positions // table.capacity, K=num_topk, SLOTS=slots_each, H=hidden,
         BLOCK=triton.next_power_of_2(hidden), HOMES=homes is not None, PAUSE=pause_ns is not None,
         SPIN=not INTERPRETED, PDL=pdl, **launch_options(num_warps=4, num_stages=1, pdl=pdl),
-    )  # fmt: skip
-
-
-def presummed_experts(
-    table: TokenTable,
-    rows: torch.Tensor,
-    homes: RowHomes,
-    expert_offset: int,
-    num_experts: int,
-    *,
-    pause_ns: torch.Tensor | None = None,
-    pdl: bool = False,
-) -> None:
-    """The sum of a rank's weighted rows of a token to ``[token, rank]`` of its home, zeros where it has none.
-
-    Args:
-        table, homes, expert_offset, num_experts, pause_ns, pdl: As for ``identity_experts``.
-        rows: Own slot rows, of which the first ``C * W * H`` elements are used as ``[C, W, H]``.
-    """
-    num_positions, num_topk = table.ids.shape
-    hidden = table.x.shape[1]
-    _presummed[(num_positions,)](
-        table.x, table.ids, table.weights, rows, homes.offsets,
-        table.ids if pause_ns is None else pause_ns, 1 if pause_ns is None else pause_ns.numel(),
-        table.capacity, expert_offset, num_experts,
-        RANK=table.rank, SIZE=num_positions // table.capacity, K=num_topk, H=hidden,
-        BLOCK=triton.next_power_of_2(hidden), PAUSE=pause_ns is not None, SPIN=not INTERPRETED, PDL=pdl,
-        **launch_options(num_warps=4, num_stages=1, pdl=pdl),
     )  # fmt: skip
 
 
@@ -144,28 +116,3 @@ def _identity(  # type: ignore[no-untyped-def]
             out = weighted_rounded(values, tl.load(weights + pair), rows.dtype.element_ty)
             at = home_offset(pair, home_offsets, capacity, 0, K, H) if HOMES else pair.to(tl.int64) * H
             tl.store(rows + at + column, out, mask=mask)
-
-
-@triton.jit(do_not_specialize=["num_pauses", "capacity", "expert_offset", "num_experts"])
-def _presummed(  # type: ignore[no-untyped-def]
-    x, ids, weights, rows, home_offsets, pause_ns, num_pauses, capacity, expert_offset, num_experts,
-    RANK: tl.constexpr, SIZE: tl.constexpr, K: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr,
-    PAUSE: tl.constexpr, SPIN: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Program (token, home), homes fastest. A token has W rows at home, not K."""
-    wait_for_previous(PDL)
-    if PAUSE:
-        _pause(pause_ns, num_pauses, SPIN)
-    position = (tl.program_id(0) % SIZE) * capacity + tl.program_id(0) // SIZE
-    column = tl.arange(0, BLOCK)
-    mask = column < H
-    values = tl.load(x + position.to(tl.int64) * H + column, mask=mask, other=0.0).to(tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for slot in tl.static_range(K):
-        pair = position * K + slot
-        expert = tl.load(ids + pair) - expert_offset
-        if (expert >= 0) & (expert < num_experts):
-            out = weighted_rounded(values, tl.load(weights + pair), rows.dtype.element_ty)
-            total += out.to(tl.float32)
-    at = home_offset(position * SIZE + RANK, home_offsets, capacity, 0, SIZE, H)
-    tl.store(rows + at + column, total.to(rows.dtype.element_ty), mask=mask)

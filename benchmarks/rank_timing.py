@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -70,6 +71,17 @@ class Ranks:
         self.meet()
         median = statistics.median(1e3 * start.elapsed_time(end) for start, end in marks[WARM_UP:])
         return self.largest(median) / num_calls
+
+    def launch_us(self, launch: Callable[[], None], num_calls: int) -> float:
+        """Microseconds per call of a launch that makes ``num_calls``, without a graph: the slowest rank's median."""
+        times_us = []
+        for _ in range(REPLAYS // 4 + WARM_UP):
+            self.meet()
+            start_s = time.perf_counter()
+            launch()
+            torch.cuda.synchronize()
+            times_us.append(1e6 * (time.perf_counter() - start_s))
+        return self.largest(statistics.median(times_us[WARM_UP:])) / num_calls
 
     def graph_us(self, launch: Callable[[], None], num_calls: int) -> float:
         """Microseconds per call of a launch that makes ``num_calls``, in a graph."""

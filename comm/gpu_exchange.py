@@ -6,7 +6,8 @@ the graph's bucket in decode, else the largest T of the step, which every rank k
 exchanged and nothing waits for the host. Experts work through the table and put each pair's weighted row where it is
 to go.
 
-``SymmetricExchange`` writes straight into peers' memory; ``CollectiveExchange`` moves the same rows by all-to-all.
+``SymmetricExchange`` writes straight into peers' memory; ``CollectiveExchange`` (collective_exchange.py) moves the same
+rows by all-to-all.
 
 Numerics: bits are moved, nothing is added; combine_residual_norm adds at the home rank, slots in ascending order.
 """
@@ -19,7 +20,6 @@ from dataclasses import dataclass
 
 import torch
 
-from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.symmetric_memory import SymmetricSpace, carved_bytes
 from moe_runtime.kernels.dispatch_triton import MAX_POSITIONS, RowHomes, TableSlice, TokenTable, dispatch_rows
 from moe_runtime.kernels.norm_triton import RowSources
@@ -27,18 +27,19 @@ from moe_runtime.kernels.peer_flags_triton import PeerFlags, count_step
 from moe_runtime.kernels.presum_triton import presum_rows
 
 __all__ = [
+    "MAX_FIXED_ROWS",
     "MAX_SLICE",
-    "CollectiveExchange",
     "ExchangeSizes",
     "GpuExchange",
     "StepShape",
     "SymmetricExchange",
-    "rehearsal_group",
     "rehearsal_space",
 ]
 
 MAX_SLICE = 16384
 """Most positions of a token table that experts work through at a time."""
+MAX_FIXED_ROWS = 256
+"""Most rows of a rank in a step whose sizes are those of its shape: what a graph's bucket has at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,10 +49,12 @@ class StepShape:
     Attributes:
         capacity: C.
         tokens_per_rank: Rows of every rank; C each in a graph, whose inert rows carry ids of -1.
+        exact: The host may wait for ids, so that no more travels than they ask for.
     """
 
     capacity: int
     tokens_per_rank: tuple[int, ...]
+    exact: bool = False
 
     @property
     def is_even(self) -> bool:
@@ -66,7 +69,7 @@ class StepShape:
     @classmethod
     def of_tokens(cls, tokens_per_rank: Sequence[int]) -> StepShape:
         """A step of any rows."""
-        return cls(capacity=max(tokens_per_rank), tokens_per_rank=tuple(tokens_per_rank))
+        return cls(capacity=max(tokens_per_rank), tokens_per_rank=tuple(tokens_per_rank), exact=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,10 +130,15 @@ class ExchangeSizes:
     def collective_bytes(self) -> int:
         """Most bytes that a rank needs: its table and its rows, kept, and copies of both while they travel."""
         table = sum(carved_bytes(shape, dtype) for shape, dtype in self.table.values())
-        rows_home = 1 if self.presums else self.num_topk
-        row_bytes = self.max_rows * rows_home * self.hidden * self.dtype.itemsize
-        # A table and what is sent into it, own rows; slot rows, what is sent of them, and what comes back.
-        return 2 * table + table // self.size + 3 * self.size * row_bytes
+        row_bytes = self.hidden * self.dtype.itemsize
+        # A table, what is sent into it and own rows; fixed rows, what is sent of them and what comes back.
+        num_bytes = 2 * table + table // self.size
+        if self.presums:
+            return num_bytes + 3 * self.size * self.max_rows * row_bytes
+        fixed_rows = self.size * min(self.max_rows, MAX_FIXED_ROWS) * self.num_topk
+        # Of a step of exact sizes: a slice's rows, those of them that travel, and what is home, once and as received.
+        exact_rows = (2 * self.slice_positions + 2 * self.max_rows) * self.num_topk
+        return num_bytes + (3 * fixed_rows + exact_rows) * row_bytes
 
     @property
     def expanded_bytes(self) -> int:
@@ -140,7 +148,8 @@ class ExchangeSizes:
 
 
 class GpuExchange(ABC):
-    """One rank's side. All ranks make the same calls for every layer of every step, with zero tokens too.
+    """One rank's side. All ranks make the same calls for every layer of every step, with zero tokens too, and work
+    through the same slices of the table.
 
     Attributes:
         rank, size: Own rank, W.
@@ -148,7 +157,7 @@ class GpuExchange(ABC):
         flags: How ranks wait for each other inside a step, where they do; channel ``2 * layer`` says that rows are in
             the tables, the next one that expert rows are home.
         num_bytes: Of the buffers.
-        presums: ``down`` writes rows here, ``presum`` adds and sends them.
+        presums: ``down`` writes rows here, ``finish_slice`` adds and sends them.
     """
 
     flags: PeerFlags | None = None
@@ -170,11 +179,10 @@ class GpuExchange(ABC):
         self._own_experts = (first_expert[rank], first_expert[rank + 1])
         self._ranks = torch.arange(self.size, dtype=torch.int64, device=device)
         self.presums = sizes.presums
-        # Rows of a slice before they are added, at a fixed address.
-        self._unsummed: torch.Tensor | None = None
+        # Rows of a slice before they are added or sent, at a fixed address.
+        self._slice: torch.Tensor | None = None
         if sizes.presums:
-            shape = (sizes.slice_positions, sizes.num_topk, sizes.hidden)
-            self._unsummed = torch.zeros(shape, dtype=sizes.dtype, device=device)
+            self._slice = self._make_slice(sizes, device)
 
     def connect(self) -> None:  # noqa: B027  # a rank alone has nobody to meet
         """Meet the other ranks, once all have their buffers and before the first step; a collective."""
@@ -200,9 +208,8 @@ class GpuExchange(ABC):
     def targets(self, shape: StepShape, piece: TableSlice) -> tuple[torch.Tensor, RowHomes]:
         """Where ``down`` writes the pairs of a slice of the table."""
 
-    def presum(self, shape: StepShape, piece: TableSlice, ids: torch.Tensor, *, pdl: bool) -> None:
-        """After ``down`` on a slice: add the slots held here of each token and send the sums; where ``presums`` is off,
-        nothing.
+    def finish_slice(self, shape: StepShape, piece: TableSlice, ids: torch.Tensor, *, pdl: bool) -> None:
+        """After ``down`` on a slice. Where ``presums`` is on: add the slots held here of each token and send the sums.
 
         Args:
             shape: Of the step.
@@ -211,18 +218,23 @@ class GpuExchange(ABC):
             pdl: Dependent launch.
         """
         if self.presums:
-            rows = self._unsummed_rows(ids.shape[0])
+            rows = self._slice_rows(ids.shape[0])
             partials, homes = self._partials(shape, piece)
             presum_rows(rows, ids, partials, homes, self._own_experts, pdl=pdl)
 
-    def _unsummed_rows(self, num_rows: int) -> torch.Tensor:
+    @staticmethod
+    def _make_slice(sizes: ExchangeSizes, device: torch.device) -> torch.Tensor:
+        shape = (sizes.slice_positions, sizes.num_topk, sizes.hidden)
+        return torch.zeros(shape, dtype=sizes.dtype, device=device)
+
+    def _slice_rows(self, num_rows: int) -> torch.Tensor:
         """``[P, K, H]`` of this rank's own memory."""
-        assert self._unsummed is not None, "made where rows are pre-summed"
-        return self._unsummed[:num_rows]
+        assert self._slice is not None, "made where rows of a slice stay here at first"
+        return self._slice[:num_rows]
 
     def _local_targets(self, piece: TableSlice) -> tuple[torch.Tensor, RowHomes]:
         """Rows of a slice by their place in it."""
-        rows = self._unsummed_rows(self.size * piece.num_tokens)
+        rows = self._slice_rows(self.size * piece.num_tokens)
         offsets = self._ranks * (piece.num_tokens * rows.shape[1] * rows.shape[2])
         return rows, RowHomes(
             offsets=offsets, slice=TableSlice(num_tokens=piece.num_tokens, capacity=piece.num_tokens)
@@ -334,118 +346,6 @@ class SymmetricExchange(GpuExchange):
             return rows, None
         _, ids, _ = self.own_rows(shape)
         return rows, RowSources(ids=ids, first_expert=self.first_expert, partials=(self.size, 1))
-
-
-class CollectiveExchange(GpuExchange):
-    """All-to-all of torch.distributed (NCCL, or gloo under Triton's interpreter): three a layer for rows, ids and
-    weights, one back. The sizes are those of the step's shape: fixed in a graph, exact in any other step.
-
-    Args:
-        group: Ranks; moves tensors of the device.
-        sizes: Of the buffers.
-        first_expert: ``W + 1`` exclusive prefix sums of physical experts per rank.
-        device: Where everything lives.
-    """
-
-    def __init__(
-        self, group: RankGroup, sizes: ExchangeSizes, first_expert: Sequence[int], device: torch.device
-    ) -> None:
-        super().__init__(group.rank, sizes, first_expert, device, sizes.collective_bytes)
-        self._group = group
-        self._own = {
-            name: torch.zeros(sizes.max_rows, *shape[1:], dtype=dtype, device=device)
-            for name, (shape, dtype) in sizes.table.items()
-        }
-        self._table = {
-            name: torch.zeros(shape, dtype=dtype, device=device)
-            for name, (shape, dtype) in sizes.table.items()
-        }
-        self._rows = torch.zeros(
-            sizes.size * sizes.max_rows,
-            1 if sizes.presums else sizes.num_topk,
-            sizes.hidden,
-            dtype=sizes.dtype,
-            device=device,
-        )
-        self._no_offsets = torch.zeros(self.size, dtype=torch.int64, device=device)
-
-    def connect(self) -> None:
-        """The first move connects the ranks, which cannot be captured in a graph."""
-        self._group.exchange(self._ranks, [1] * self.size, [1] * self.size)
-        if self._ranks.device.type == "cuda":
-            torch.cuda.synchronize(self._ranks.device)
-
-    def own_rows(self, shape: StepShape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Buffers of their own."""
-        count = shape.tokens_per_rank[self.rank]
-        return tuple(self._own[name][:count] for name in ("x", "ids", "weights"))  # type: ignore[return-value]
-
-    def dispatch(self, shape: StepShape, num_tokens: torch.Tensor, *, pdl: bool) -> TokenTable:
-        """Every rank sends all its rows to all."""
-        used = self.size * shape.capacity
-        if not shape.is_even:
-            self._table["ids"][:used].fill_(-1)
-        for name, own in zip(("x", "ids", "weights"), self.own_rows(shape), strict=True):
-            sent = own.repeat(self.size, 1)
-            counts = [own.shape[0]] * self.size
-            received = self._group.exchange(sent, counts, shape.tokens_per_rank)
-            table = self._table[name][:used].view(self.size, shape.capacity, -1)
-            if shape.is_even:
-                table.view(received.shape).copy_(received)
-                continue
-            for place, piece in zip(table, torch.split(received, list(shape.tokens_per_rank)), strict=True):
-                place[: piece.shape[0]].copy_(piece)
-        return TokenTable(
-            x=self._table["x"][:used],
-            ids=self._table["ids"][:used],
-            weights=self._table["weights"][:used],
-            x_offsets=self._no_offsets,
-            ids_offsets=self._no_offsets,
-            weights_offsets=self._no_offsets,
-            capacity=shape.capacity,
-            rank=self.rank,
-        )
-
-    def targets(self, shape: StepShape, piece: TableSlice) -> tuple[torch.Tensor, RowHomes]:
-        """By position, to be sent afterwards."""
-        if self.presums:
-            return self._local_targets(piece)
-        per_rank = shape.capacity * self._rows.shape[1] * self._rows.shape[2]
-        return self._rows[: self.size * shape.capacity], RowHomes(offsets=self._ranks * per_rank, slice=piece)
-
-    def _partials(self, shape: StepShape, piece: TableSlice) -> tuple[torch.Tensor, RowHomes]:
-        """By position, to be sent afterwards."""
-        rows = self._rows[: shape.capacity, 0]
-        per_rank = shape.capacity * self._rows.shape[2]
-        return rows, RowHomes(offsets=self._ranks * per_rank, slice=piece)
-
-    def collect(self, shape: StepShape) -> tuple[torch.Tensor, RowSources | None]:
-        """Every rank sends each home all slots of its tokens, or a sum; those of experts elsewhere hold anything."""
-        count = shape.tokens_per_rank[self.rank]
-        sent = self._rows[: self.size * shape.capacity]
-        if not shape.is_even:
-            by_rank = sent.view(self.size, shape.capacity, *sent.shape[1:])
-            sent = torch.cat([rows[:n] for rows, n in zip(by_rank, shape.tokens_per_rank, strict=True)])
-        received = self._group.exchange(sent, list(shape.tokens_per_rank), [count] * self.size)
-        partials = (1, count) if self.presums else None
-        return received, RowSources(
-            ids=self._own["ids"][:count], first_expert=self.first_expert, partials=partials
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _AloneGroup(RankGroup):
-    """Ranks of which the others are not there: what they would send is zero."""
-
-    def exchange(
-        self, send: torch.Tensor, send_splits: Sequence[int], recv_splits: Sequence[int]
-    ) -> torch.Tensor:
-        return send.new_zeros(sum(recv_splits), *send.shape[1:])
-
-
-def rehearsal_group(group: RankGroup) -> RankGroup:
-    """Ranks of a ``CollectiveExchange`` whose kernels can run before its peers are there."""
-    return _AloneGroup(rank=group.rank, size=group.size)
 
 
 def rehearsal_space(sizes: ExchangeSizes, rank: int, device: torch.device) -> SymmetricSpace:

@@ -12,12 +12,11 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from moe_runtime.comm.agreement import all_or_none
+from moe_runtime.comm.collective_exchange import CollectiveExchange, rehearsal_group
 from moe_runtime.comm.deepep import open_deepep
 from moe_runtime.comm.gpu_exchange import (
-    CollectiveExchange,
     ExchangeSizes,
     SymmetricExchange,
-    rehearsal_group,
     rehearsal_space,
 )
 from moe_runtime.comm.groups import RankGroup

@@ -21,7 +21,8 @@ import torch
 
 from moe_runtime.comm.agreement import all_or_none
 from moe_runtime.comm.all_reduce import all_reduce
-from moe_runtime.comm.gpu_exchange import StepShape, rehearsal_group
+from moe_runtime.comm.collective_exchange import rehearsal_group
+from moe_runtime.comm.gpu_exchange import StepShape
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.tensor_parallel import TensorParallel
 from moe_runtime.errors import CapacityError

@@ -241,7 +241,7 @@ def _run_table(
             weights, table.x, table.ids, table.weights, slot_table, rows, homes, _waiting(schedules),
             expert_offset, pdl,
         )  # fmt: skip
-        exchange.presum(shape, whole, table.ids, pdl=pdl)
+        exchange.finish_slice(shape, whole, table.ids, pdl=pdl)
         return
     if flags is not None:
         peer_barrier(flags, channel, pdl=pdl)
@@ -255,7 +255,7 @@ def _run_table(
             weights, table.x, ids, piece.of(table.weights), rows, homes, scratch.gathered(ids.numel()),
             expert_offset, pdl, source=piece,
         )  # fmt: skip
-        exchange.presum(shape, piece, ids, pdl=pdl)
+        exchange.finish_slice(shape, piece, ids, pdl=pdl)
 
 
 def _waiting(schedules: ExpertSchedules) -> ExpertSchedules:
