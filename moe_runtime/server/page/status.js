@@ -21,7 +21,7 @@ function byId(id) { return document.getElementById(id); }
 function show(id, text, value) {
   const element = byId(id);
   element.textContent = text;
-  element.dataset.value = value;
+  element.dataset.value = value ?? "";
 }
 
 function count(value) { return value === undefined || value === null ? "\u2013" : value.toLocaleString("en-US"); }
@@ -174,6 +174,7 @@ function showStatus(status) {
   draw();
   showRanks(status);
   byId("content").hidden = false;
+  byId("links").hidden = key !== null; // a link cannot carry a key
   byId("updated").textContent = `Updated ${lastAnswer.toLocaleTimeString()}`;
 }
 
