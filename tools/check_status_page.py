@@ -228,12 +228,22 @@ def check_numbers(page: Page, server: KeyedServer) -> dict[str, Any]:
 
 
 def check_lost_rank(page: Page, server: KeyedServer) -> None:
-    """A rank is killed: the page says that it has gone, or that the server has ended, which follows at once."""
+    """A rank that has gone is shown; once one is killed, the page tells of the server's end, which follows at once."""
+    status = httpx.get(f"{server.url}/status", headers=HEADERS).raise_for_status().json()
+    status["phase"], status["reason"], status["ranks"][1]["phase"] = "failed", "rank 1 has gone", "gone"
+    # The server answers so for a moment only, which a poll may miss.
+    gone, notice = page.driver.execute_script(
+        """showStatus(arguments[0]);
+        return [document.querySelector("[data-rank='1'] .bad").textContent, byId("notice").textContent]""",
+        status,
+    )
+    assert (gone, notice) == ("gone", "rank 1 has gone")
     server.signal_rank(1, signal.SIGKILL)
     wait_for("the loss is shown", lambda: page.text("phase") in ("failed", "unreachable"), 20)
     wait_for("nobody answers any more", lambda: page.text("phase") == "unreachable", 30)
     assert "No answer from the server since" in page.text("notice")
     assert page.is_shown("content")
+    assert [rank["phase"] for rank in page.ranks()] == ["unknown"] * 2
     page.picture("lost")
     code = server.wait_exit()
     assert code != 0, "a lost rank ends the server with a fault"

@@ -9,7 +9,7 @@ const CHART_S = 180;
 const KEY = "moe-runtime-api-key";
 const PHASES = {
   serving: "good", running: "busy", idle: "good", starting: "warn", draining: "warn", drained: "warn",
-  silent: "warn", failed: "bad", gone: "bad",
+  silent: "warn", unknown: "warn", failed: "bad", gone: "bad",
 };
 
 let samples = []; // {time_s, prompt, generation}, oldest first
@@ -199,6 +199,7 @@ function showUnreachable() {
   byId("phase").classList.add("bad");
   const since = lastAnswer ? ` since ${lastAnswer.toLocaleTimeString()}; below is what was known then` : "";
   notice(`No answer from the server${since}. Trying again every second.`);
+  for (const row of byId("ranks").rows) badge(cell(row, "phase", null, "unknown"), "unknown");
 }
 
 async function poll() {
