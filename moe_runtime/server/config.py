@@ -88,6 +88,11 @@ class ServerConfig:
             raise ValueError(f"drain_timeout_s ({self.drain_timeout_s}) must not be negative")
         if self.request_timeout_s is not None and self.request_timeout_s <= 0:
             raise ValueError(f"request_timeout_s ({self.request_timeout_s}) must be positive")
+        if self.experts is not None and len(self.experts.first_expert) != self.world_size + 1:
+            raise ValueError(
+                f"experts are placed on {len(self.experts.first_expert) - 1} ranks; must be on world_size "
+                f"({self.world_size})"
+            )
         if self.max_body_bytes < 1:
             raise ValueError(f"max_body_bytes ({self.max_body_bytes}) must be at least 1")
 
