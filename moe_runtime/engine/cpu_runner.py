@@ -28,6 +28,8 @@ class CpuRunner(Runner):
         kv_cache: This rank's blocks.
     """
 
+    expert_load: HostExpertLoad
+
     def __init__(self, decoder: Decoder, kv_cache: KVCache) -> None:
         self.decoder = decoder
         self.kv_cache = kv_cache

@@ -56,6 +56,8 @@ class CudaRunner(Runner):
         timeout_s: Of a wait for a step, after which ``PeerError`` is raised; none where no step waits for another rank.
     """
 
+    expert_load: DeviceExpertLoad
+
     def __init__(
         self,
         decoder: CudaDecoder,

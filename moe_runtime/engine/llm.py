@@ -64,12 +64,13 @@ class CompletionOutput:
     routing: RoutedExperts | None = None
 
     @property
-    def routed_experts(self) -> npt.NDArray[np.uint8] | npt.NDArray[np.uint16] | None:
+    def routed_experts(self) -> npt.NDArray[np.uint8 | np.uint16] | None:
         """``[tokens, layers with experts, slots]``: all tokens of prompt and output but the last output token."""
         if self.routing is None:
             return None
-        dtype: np.dtype[np.uint8] | np.dtype[np.uint16] = np.dtype(self.routing.dtype).newbyteorder("<")
-        return np.frombuffer(self.routing.data, dtype=dtype).reshape(self.routing.shape)
+        dtype: np.dtype[np.uint8 | np.uint16] = np.dtype(self.routing.dtype).newbyteorder("<")
+        ids: npt.NDArray[np.uint8 | np.uint16] = np.frombuffer(self.routing.data, dtype=dtype)
+        return ids.reshape(self.routing.shape)
 
 
 @dataclass(slots=True, kw_only=True)
