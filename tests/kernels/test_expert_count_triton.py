@@ -39,3 +39,20 @@ def test_inert_rows_count_nothing():
     counts = torch.zeros(2, 8, dtype=torch.int64, device=DEVICE)
     count_experts(torch.full((2, 64, 4), -1, dtype=torch.int16, device=DEVICE), counts)
     assert not counts.any()
+
+
+@pytest.mark.gpu
+def test_compiled_counts_are_torch_s_also_in_a_graph_after_a_dependent_launch():
+    routing = random_routing(4, 256, 8, 128)
+    counts = torch.zeros(4, 128, dtype=torch.int64, device=DEVICE)
+    count_experts(routing, counts, pdl=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        count_experts(routing, counts, pdl=False)
+        count_experts(routing, counts, pdl=True)
+    once = count_experts_reference(routing, torch.zeros_like(counts))
+    torch.cuda.synchronize()
+    assert torch.equal(counts, once), "capturing runs nothing"
+    for replay in range(1, 4):
+        graph.replay()
+        assert torch.equal(counts, (1 + 2 * replay) * once)
