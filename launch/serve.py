@@ -25,8 +25,14 @@ from moe_runtime.comm.transports import Transport, open_transport
 from moe_runtime.config import ServeConfig
 from moe_runtime.engine.backend import Deployment, exchange_buffer_bytes, plan_deployment, start_engine
 from moe_runtime.engine.kv_cache import kv_block_bytes
-from moe_runtime.engine.model_loader import NUMERICS_VERSION, ModelPlan, load_model, plan_model
-from moe_runtime.eplb.placement import contiguous_placement
+from moe_runtime.engine.model_loader import (
+    NUMERICS_VERSION,
+    ModelPlan,
+    device_architecture,
+    load_model,
+    plan_model,
+)
+from moe_runtime.eplb.placement import ExpertPlacement, contiguous_placement
 from moe_runtime.errors import CapacityError, CheckpointError, InvarianceError
 from moe_runtime.launch.cli import (
     EXIT_FAULT,
@@ -44,7 +50,7 @@ from moe_runtime.launch.logs import setup_logging
 from moe_runtime.launch.progress import progress_bar
 from moe_runtime.launch.rank_service import RankService
 from moe_runtime.planner.memory import check_fit, rank_memory
-from moe_runtime.server.config import ServerConfig
+from moe_runtime.server.config import ExpertsConfig, ServerConfig
 
 __all__ = ["main"]
 
@@ -186,10 +192,9 @@ def _serve(
     logger.info("self-check passed: %d comparisons, equal bits", model.audit.num_comparisons)
     info: dict[str, str | int | float | bool | None] = {
         "num_kv_blocks": deployment.num_kv_blocks,
-        "num_local_experts": len(
-            contiguous_placement(plan.config.num_experts, group.size).local_logical_experts(group.rank)
-        ),
+        "num_local_experts": len(_placement(plan, group).local_logical_experts(group.rank)),
         "tp_rank": tensor_parallel.rank,
+        "device": _device_name(plan.device),
         "dispatcher": transport.name,
         "dispatcher_reason": transport.reason,
         "exchange_buffer_bytes": exchange_buffer_bytes(model, group),
@@ -233,7 +238,7 @@ def _check_memory(plan: ModelPlan, num_blocks: int, group: RankGroup, tp: int) -
     if local_rank != 0 or plan.device.type != "cpu":
         return
     first = group.rank
-    placement = contiguous_placement(plan.config.num_experts, group.size)
+    placement = _placement(plan, group)
     block_bytes = kv_block_bytes(plan.config, plan.torch_dtype, tp)
     ranks = [
         rank_memory(plan.config, placement, rank, num_blocks, block_bytes, tp)
@@ -262,6 +267,7 @@ def _server_config(
     config: ServeConfig, plan: ModelPlan, deployment: Deployment, group: RankGroup
 ) -> ServerConfig:
     logger.info("%s", plan.multiple_reduction)
+    model, placement = plan.config, _placement(plan, group)
     return ServerConfig(
         host=config.http.host,
         port=config.http.port,
@@ -274,6 +280,12 @@ def _server_config(
         seed=config.engine.seed,
         drain_timeout_s=config.http.drain_timeout_s,
         heartbeat_timeout_s=config.http.heartbeat_timeout_s,
+        experts=ExpertsConfig(
+            num_moe_layers=len(model.moe_layer_ids),
+            num_experts=model.num_experts,
+            physical_to_logical=tuple(placement.physical_to_logical_map.tolist()),
+            first_expert=placement.first_expert,
+        ),
         info={
             "system_fingerprint": f"fp_{plan.fingerprint}",
             "invariance": config.engine.invariance,
@@ -285,9 +297,34 @@ def _server_config(
             "tp": config.engine.tp,
             "architecture": plan.config.architecture,
             "dtype": plan.dtype,
+            "device_architecture": device_architecture(plan.device),
             "config": msgspec.to_builtins(config.engine),
+            "resolved": {
+                "kv_cache_blocks": deployment.num_kv_blocks,
+                "max_model_len": plan.max_model_len,
+                "model_dir": str(plan.model_dir),
+                "num_layers": model.num_layers,
+                "moe_layer_ids": list(model.moe_layer_ids),
+                "num_experts": model.num_experts,
+                "num_experts_per_tok": model.num_experts_per_tok,
+            },
+            "http": {
+                **msgspec.to_builtins(config.http),
+                "api_key": None if config.http.api_key is None else "set",
+            },
         },
     )
+
+
+def _placement(plan: ModelPlan, group: RankGroup) -> ExpertPlacement:
+    """The experts of the ranks that are processes: one that plays several holds all of theirs."""
+    if plan.placement.ep_size == group.size:
+        return plan.placement
+    return contiguous_placement(plan.config.num_experts, group.size)
+
+
+def _device_name(device: torch.device) -> str:
+    return f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
 
 
 def _install_signal_handlers(front_end: FrontEndProcess | None) -> None:

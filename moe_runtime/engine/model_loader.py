@@ -44,6 +44,7 @@ __all__ = [
     "LoadedModel",
     "ModelPlan",
     "audit_cpu",
+    "device_architecture",
     "load_model",
     "load_on_gpu",
     "plan_model",
@@ -159,7 +160,7 @@ def plan_model(
         transport_can=True,
     )
     with _open(model_dir, dtype, engine_config, tensor_specs(config), device) as source:
-        identity = f"{source.fingerprint()} {dtype} {NUMERICS_VERSION} {_architecture(device)}"
+        identity = f"{source.fingerprint()} {dtype} {NUMERICS_VERSION} {device_architecture(device)}"
     if multiple_reduction.enabled:
         # The order of a rank's experts changes no bit: slots ascend.
         identity += f" {[sorted(placement.local_logical_experts(rank)) for rank in range(ep_size)]}"
@@ -398,7 +399,7 @@ def _check_gpu_rows(config: ModelConfig, max_rows: int, ep_size: int) -> None:
         )
 
 
-def _architecture(device: torch.device) -> str:
+def device_architecture(device: torch.device) -> str:
     """What equal bits need of the hardware."""
     if device.type == "cpu":
         return f"cpu {cpu_key()}"

@@ -111,6 +111,8 @@ class Answer:
             choice["token_ids"] = delta.token_ids
             if delta.is_first:
                 choice["prompt_token_ids"] = request.prompt_ids
+        if delta.routed_experts is not None:
+            choice["routed_experts"] = delta.routed_experts.document()
         return choice
 
     def _usage(self, generation: Generation) -> dict[str, Any]:

@@ -51,6 +51,7 @@ class RankState:
         last_seen: ``time.monotonic()`` of its latest message.
         num_sequences: Open choices that it was given.
         num_tokens: Prompt and output tokens that they may come to.
+        expert_load: Its latest counts (``RankReport.expert_load``).
     """
 
     pid: int
@@ -60,6 +61,7 @@ class RankState:
     num_sequences: int = 0
     num_tokens: int = 0
     has_gone: bool = False
+    expert_load: bytes | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -200,6 +202,8 @@ class EngineClient:
             return
         state.last_seen = time.monotonic()
         state.stats = message.stats
+        if message.expert_load is not None:
+            state.expert_load = message.expert_load
         for output in message.outputs:
             self._on_output(message.rank, output)
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from moe_runtime.engine.messages import TokenLogprobs
 from moe_runtime.engine.request import Request
+from moe_runtime.engine.routed_experts import RoutedExperts, join_routed_experts, num_routed_tokens
 from moe_runtime.engine.text import TextStream
 from moe_runtime.server.context import Context
 from moe_runtime.server.errors import ApiError, unavailable
@@ -34,6 +35,7 @@ class ChoiceDelta:
         prompt_logprobs: With the first delta of a choice, where asked for.
         finish_reason: ``stop`` or ``length`` with the last delta, else None.
         stop_reason: Stop string or stop token id that ended it, where one did.
+        routed_experts: With the last delta, where asked for, of all tokens of the choice that ran.
     """
 
     request_idx: int
@@ -45,6 +47,7 @@ class ChoiceDelta:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None
     finish_reason: str | None
     stop_reason: str | int | None
+    routed_experts: RoutedExperts | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,6 +57,7 @@ class _Choice:
     num_tokens: int = 0
     is_started: bool = False
     is_finished: bool = False
+    routed_experts: list[RoutedExperts] = field(default_factory=list)
 
 
 class Generation:
@@ -169,6 +173,7 @@ class Generation:
             self._client.abort(self._requests[update.request_idx].request_id, update.choice_idx)
         is_first, choice.is_started = not choice.is_started, True
         choice.num_tokens += delta.num_tokens
+        choice.routed_experts.extend(update.routed_experts)
         self._count(choice, update, delta.num_tokens, finish_reason)
         if finish_reason is not None:
             choice.is_finished = True
@@ -183,7 +188,19 @@ class Generation:
             prompt_logprobs=self._prompt_logprobs.get(update.request_idx) if is_first else None,
             finish_reason=finish_reason,
             stop_reason=stop_reason,
+            routed_experts=None
+            if finish_reason is None
+            else self._routed_experts(update.request_idx, choice),
         )
+
+    def _routed_experts(self, request_idx: int, choice: _Choice) -> RoutedExperts | None:
+        """All of a choice that has ended, up to the token before its last one; None where not asked for."""
+        request = self._requests[request_idx]
+        if not request.params.return_routed_experts:
+            return None
+        whole = join_routed_experts(choice.routed_experts)
+        choice.routed_experts.clear()
+        return whole.first(num_routed_tokens(len(request.prompt_ids), choice.num_tokens))
 
     def _count(
         self, choice: _Choice, update: ChoiceUpdate, num_tokens: int, finish_reason: str | None
@@ -211,4 +228,5 @@ def merge_deltas(deltas: Sequence[ChoiceDelta]) -> ChoiceDelta:
         prompt_logprobs=first.prompt_logprobs,
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
+        routed_experts=last.routed_experts,
     )

@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass, field
 
 from moe_runtime.engine.messages import SequenceOutput, TokenLogprobs
+from moe_runtime.engine.routed_experts import RoutedExperts
 from moe_runtime.server.errors import ApiError
 
 __all__ = ["ChoiceUpdate", "Mailbox"]
@@ -32,6 +33,7 @@ class ChoiceUpdate:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     finish_reason: str | None = None
     stop_reason: int | None = None
+    routed_experts: list[RoutedExperts] = field(default_factory=list)
     arrivals_s: list[float] = field(default_factory=list)
     last_arrival_s: float = 0.0
 
@@ -58,6 +60,8 @@ class Mailbox:
             update.logprobs.extend(output.logprobs)
         if output.prompt_logprobs is not None:
             update.prompt_logprobs = output.prompt_logprobs
+        if output.routed_experts is not None:
+            update.routed_experts.append(output.routed_experts)
         if output.finish_reason is not None:
             update.finish_reason = output.finish_reason
             update.stop_reason = output.stop_reason

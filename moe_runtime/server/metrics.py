@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 from moe_runtime.engine.messages import RankStats
 from moe_runtime.server.client import RankState
 from moe_runtime.server.config import ServerConfig
+from moe_runtime.server.expert_load import summarize_load
 
 __all__ = ["CONTENT_TYPE", "FINISH_REASONS", "PREFIX", "Metrics", "SequenceMetrics"]
 
@@ -78,6 +79,16 @@ class Metrics:
     def add_prompt(self, num_tokens: int) -> None:
         """A prompt's first output has arrived."""
         self._prompt_tokens.inc(num_tokens)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """What ``prompt_tokens_total`` shows."""
+        return _total(self._prompt_tokens)
+
+    @property
+    def num_generation_tokens(self) -> int:
+        """What ``generation_tokens_total`` shows."""
+        return _total(self._generation_tokens)
 
     def exposition(self) -> bytes:
         """Everything, as text of type ``CONTENT_TYPE``."""
@@ -167,6 +178,23 @@ class _StateCollector(Collector):
             "Time of the latest step",
             {r: s.last_step_ms / 1e3 for r, s in stats.items()},
         )
+        yield _counter(
+            "computed_tokens",
+            "Rows run, those that a preemption made run again included",
+            {r: s.num_computed_tokens for r, s in scheduling.items()},
+        )
+        if self._config.experts is not None:
+            load = summarize_load(self._config.experts, [state.expert_load for state in self._ranks.values()])
+            yield _counter(
+                "routed_pairs",
+                "Pairs of a token and a slot given to the experts",
+                dict(enumerate(load.pairs)),
+            )
+            yield GaugeMetricFamily(
+                f"{PREFIX}_expert_balancedness",
+                "Mean over the layers of mean / max routed pairs of a rank since start; 1 is even",
+                value=load.balancedness,
+            )
 
     def _info(self) -> Metric:
         info = self._config.info
@@ -183,6 +211,12 @@ def _kv_usage(stats: RankStats) -> float:
     if stats.num_kv_blocks == 0:  # no report yet
         return 0.0
     return (stats.num_kv_blocks - stats.num_free_kv_blocks) / stats.num_kv_blocks
+
+
+def _total(counter: Counter) -> int:
+    return next(
+        int(s.value) for family in counter.collect() for s in family.samples if s.name.endswith("_total")
+    )
 
 
 def _gauge(name: str, text: str, values: Mapping[int, float]) -> Metric:

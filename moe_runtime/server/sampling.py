@@ -47,6 +47,7 @@ def sampling_params(
         forced_token_ids=None if body.forced_token_ids is None else tuple(body.forced_token_ids),
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,
+        return_routed_experts=bool(body.return_routed_experts),
     )
 
 

@@ -138,6 +138,7 @@ class GenerationBody(_Body):
     prompt_logprobs: _Int64 | None = None
     forced_token_ids: _TokenIds | None = None
     return_token_ids: bool | None = None
+    return_routed_experts: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 

@@ -72,6 +72,7 @@ BAD = [
     *[("ignore_eos", value) for value in (1, None)],
     *[("include_stop_str_in_output", value) for value in ("yes",)],
     *[("skip_special_tokens", value) for value in (0,)],
+    *[("return_routed_experts", value) for value in (1, "true", None)],
 ]
 
 

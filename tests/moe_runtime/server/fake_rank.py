@@ -29,6 +29,7 @@ from moe_runtime.engine.messages import (
     encode,
 )
 from moe_runtime.engine.request import Request, RequestLimits, choice_seed
+from moe_runtime.engine.routed_experts import RoutedExperts
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
@@ -93,6 +94,12 @@ def token_logprobs(token_id: int, position: int, num_top: int) -> TokenLogprobs:
     return TokenLogprobs(logprob, tuple(ids), tuple(top))
 
 
+def fake_routing(first: int, end: int) -> RoutedExperts:
+    """Of the tokens at positions ``first`` to ``end``: two layers, three slots."""
+    ids = [(7 * position + i) % 16 for position in range(first, end) for i in range(6)]
+    return RoutedExperts("uint8", (end - first, 2, 3), bytes(ids))
+
+
 def output_ids(request: Request, choice_idx: int) -> tuple[list[int], str, int | None]:
     """Ids, finish reason and stop reason of a choice: a function of the request alone.
 
@@ -141,6 +148,11 @@ class Sequence:
             prompt = self.request.prompt_ids
             known = [token_logprobs(prompt[i], i, params.prompt_logprobs) for i in range(1, len(prompt))]
             prompt_logprobs = (None, *known)
+        routed = None
+        if params.return_routed_experts:
+            num_prompt = len(self.request.prompt_ids)
+            first = 0 if start == 0 else num_prompt + start - 1
+            routed = fake_routing(first, num_prompt + max(end - 1, 0))
         self.num_sent = end
         has_ended = end == len(ids)
         return SequenceOutput(
@@ -151,6 +163,7 @@ class Sequence:
             prompt_logprobs=prompt_logprobs,
             finish_reason=finish_reason if has_ended else None,
             stop_reason=stop_reason if has_ended else None,
+            routed_experts=routed,
         )
 
 
@@ -164,6 +177,7 @@ class FakeRank:
     sequences: list[Sequence] = field(default_factory=list)
     last_report: float = 0.0
     is_silent: bool = False
+    expert_load: bytes | None = None
     is_draining: bool = False
 
     @property
@@ -259,7 +273,7 @@ class FakeRanks(threading.Thread):
             rank.last_report = now
             epoch = rank.epochs[-1] if rank.received else 0
             stats = RankStats(num_running=len(rank.sequences), num_kv_blocks=128, num_free_kv_blocks=128)
-            rank.socket.send(encode(RankReport(rank.rank, epoch, tuple(outputs), stats)))
+            rank.socket.send(encode(RankReport(rank.rank, epoch, tuple(outputs), stats, rank.expert_load)))
 
     def _take(self, rank: FakeRank, message: RankMessage) -> None:
         rank.received.append(message)

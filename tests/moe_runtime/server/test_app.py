@@ -20,7 +20,7 @@ def body(**fields):
 ERRORS = [
     # method, path, body, status, param, code
     ("GET", "/nowhere", None, 404, None, "not_found"),
-    ("GET", "/", None, 404, None, "not_found"),
+    ("GET", "/status.html", None, 404, None, "not_found"),
     ("POST", "/v1/completions/", b"{}", 404, None, "not_found"),
     ("GET", "/v1/completions", None, 405, None, "method_not_allowed"),
     ("DELETE", "/health", None, 405, None, "method_not_allowed"),

@@ -36,6 +36,8 @@ def test_server_info(start_server, tmp_path):
         (1, 1001, {"device": "fake", "dispatcher": "symmetric"}),
     ]
     assert info["ranks"][0]["stats"]["num_kv_blocks"] in (0, 128)
+    assert [(rank["phase"], rank["device"]) for rank in info["ranks"]] == [("idle", "fake")] * 2
+    assert info["ranks"][0]["num_running"] == info["ranks"][0]["kv_blocks_used"] == 0
     # The checkpoint's sampling defaults reach the engine.
     server.complete(max_tokens=1)
     (added,) = [m for rank in server.ranks.ranks for m in rank.received if hasattr(m, "request")]

@@ -106,6 +106,7 @@ def test_state_is_that_of_the_latest_reports(make_config):
         num_free_kv_blocks=6,
         num_preemptions=4,
         num_steps=9,
+        num_computed_tokens=77,
         last_step_ms=5.0,
     )
     samples = shown(metrics)
@@ -116,6 +117,7 @@ def test_state_is_that_of_the_latest_reports(make_config):
         "num_preemptions_total": 4,
         "steps_total": 9,
         "last_step_seconds": 0.005,
+        "computed_tokens_total": 77,
     }
 
 
@@ -132,6 +134,7 @@ def test_ranks_that_follow_another_have_no_series_of_a_scheduler(make_config):
         "num_requests_waiting",
         "kv_cache_usage_perc",
         "num_preemptions_total",
+        "computed_tokens_total",
     }
     assert all(found == ["0", "2"] for found in series.values())
 

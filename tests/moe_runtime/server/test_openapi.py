@@ -30,6 +30,7 @@ def test_the_document_shows_every_path_and_field(server):
         "/health/ready",
         "/version",
         "/server_info",
+        "/status",
         "/metrics",
     }
     schemas = document["components"]["schemas"]

@@ -41,6 +41,7 @@ def test_every_field_of_the_engine_is_passed_on():
         "forced_token_ids": [1, 2],
         "include_stop_str_in_output": True,
         "skip_special_tokens": False,
+        "return_routed_experts": True,
     }
     result = dataclasses.asdict(params(**given))
     for name, value in given.items():
