@@ -207,14 +207,14 @@ class LLM:
         raise CapacityError(message)
 
     def default_sampling_params(self) -> SamplingParams:
-        """The checkpoint's own temperature, top_p, top_k and min_p (``generation_config.json``), as over HTTP.
+        """The checkpoint's own temperature, top_p, top_k, min_p and repetition_penalty (``generation_config.json``), as
+        over HTTP.
 
         Change single fields with ``dataclasses.replace``; ``SamplingParams(...)`` itself knows no checkpoint, and what
         it leaves out is 1.0 or off.
 
         Raises:
-            CheckpointError: the file is malformed, or asks for what is not implemented (``repetition_penalty`` other
-                than 1, beams, ...).
+            CheckpointError: the file is malformed, or asks for what is not implemented (beams, ...).
         """
         return SamplingParams(**sampling_defaults(self.model.plan.model_dir))
 
@@ -252,7 +252,12 @@ class LLM:
             raise ValueError(f"params ({len(params)}) must be one, or as many as prompts ({len(prompts)})")
         requests = [
             make_request(
-                str(i), self._token_ids(prompt), p, self.limits, fallback_seed=self._fallback_seed(i)
+                str(i),
+                self._token_ids(prompt),
+                p,
+                self.limits,
+                fallback_seed=self._fallback_seed(i),
+                bad_word_ids=None if self.tokenizer is None else self.tokenizer.bad_word_ids,
             )
             for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))
         ]

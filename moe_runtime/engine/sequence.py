@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from moe_runtime.engine.messages import TokenLogprobs
 from moe_runtime.engine.request import Request, choice_seed
+from moe_runtime.engine.sequence_rules import SequenceRules
+from moe_runtime.kernels.logit_rules import RowRules
 
 __all__ = ["UNKNOWN_TOKEN", "Sequence"]
 
@@ -41,6 +43,7 @@ class Sequence:
         self.block_ids: list[int] = []
         self.prompt_logprobs: list[TokenLogprobs | None] = []
         self.is_finished = False
+        self._rules = SequenceRules.of(request)
 
     @property
     def num_tokens(self) -> int:
@@ -68,3 +71,8 @@ class Sequence:
     def wants_prompt_logprobs(self) -> bool:
         """The prompt is scored with choice 0 alone: all choices share it."""
         return self.params.prompt_logprobs is not None and self.choice_idx == 0
+
+    @property
+    def rules(self) -> RowRules | None:
+        """What to do to the logits that choose the next token; None for nothing. Follows from the tokens alone."""
+        return None if self._rules is None else self._rules.after(self.token_ids)

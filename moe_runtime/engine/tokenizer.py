@@ -197,6 +197,17 @@ class Tokenizer:
         """
         return IncrementalDecoder(self, skip_special_tokens=skip_special_tokens, prompt_ids=prompt_ids)
 
+    def bad_word_ids(self, word: str) -> list[tuple[int, ...]]:
+        """A word that is not to be written, in tokens: with and without one space before it; one form of space alone.
+
+        Raises:
+            InvalidRequestError: with ``param='bad_words'``, for text with unpaired surrogates.
+        """
+        bare = word.lstrip(" ")
+        forms = (bare, f" {bare}") if bare else (word,)
+        ids = [tuple(self.encode(form, add_special_tokens=False, param="bad_words")) for form in forms]
+        return list(dict.fromkeys(ids))
+
     def token_bytes(self, token_id: int) -> bytes:
         """Exact bytes that a token adds to a text, leading space included; empty beyond the vocabulary."""
         piece = self._bytes.get(token_id)
