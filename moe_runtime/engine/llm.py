@@ -283,15 +283,26 @@ class LLM:
         self,
         conversations: SequenceOf[SequenceOf[dict[str, str]]],
         params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        *,
+        continue_final_message: bool = False,
     ) -> list[RequestOutput]:
         """``generate`` on conversations rendered with the model's chat template."""
-        return self.generate([self.chat_prompt(c) for c in conversations], params)
+        prompts = [self.chat_prompt(c, continue_final_message=continue_final_message) for c in conversations]
+        return self.generate(prompts, params)
 
-    def chat_prompt(self, messages: SequenceOf[dict[str, str]]) -> list[int]:
-        """Token ids of a conversation, rendered with the model's chat template up to the assistant's turn."""
+    def chat_prompt(
+        self, messages: SequenceOf[dict[str, str]], *, continue_final_message: bool = False
+    ) -> list[int]:
+        """Token ids of a conversation, rendered with the model's chat template up to the assistant's turn, or up to the
+        end of its last message, which is the assistant's.
+        """
         if self.tokenizer is None:
             raise ValueError(f"{self.model.plan.model_dir} has no tokenizer, so it has no chat template")
-        text = self.tokenizer.apply_chat_template(list(messages))
+        text = self.tokenizer.apply_chat_template(
+            list(messages),
+            add_generation_prompt=not continue_final_message,
+            continue_final_message=continue_final_message,
+        )
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _fallback_seed(self, index: int) -> int | None:

@@ -357,10 +357,7 @@ def _logit_bias(logit_bias: Any, vocab_size: int) -> None:
         raise _invalid("logit_bias", f"{len(logit_bias)} ids", f"must have at most {MAX_LOGIT_BIASES} ids")
     for token_id, bias in logit_bias.items():
         if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
-            raise InvalidRequestError(
-                f"logit_bias has the key {str(token_id)[:200]}; keys must be token ids in [0, {vocab_size})",
-                param="logit_bias",
-            )
+            raise _invalid("logit_bias", token_id, f"must have token ids in [0, {vocab_size}) as keys")
         _number(f"logit_bias[{token_id}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
 
 

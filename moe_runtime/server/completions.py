@@ -145,6 +145,7 @@ def _engine_requests(
                     context.config.limits,
                     prompt_param=prompt.param,
                     fallback_seed=context.fallback_seed() if params.seed is None else None,
+                    bad_word_ids=context.tokenizer.bad_word_ids,
                 )
             )
     num_choices = sum(request.params.n for request in requests)

@@ -45,12 +45,39 @@ def test_text_parts_join():
         {"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]},
         {"role": "tool", "content": "x"},
         {"role": "nobody", "content": "x"},
-        {"role": "assistant", "content": "x", "tool_calls": []},
+        {"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]},
+        {"role": "assistant", "content": "x", "refusal": "no"},
+        {"role": "assistant", "content": "x", "weight": None},
     ],
 )
 def test_other_messages_are_refused(message):
     with pytest.raises(ValidationError):
         ChatBody(model="m", messages=[message])
+
+
+def test_the_message_of_an_answer_can_be_sent_back():
+    empty = {"refusal": None, "annotations": [], "audio": None, "function_call": None, "tool_calls": []}
+    assert ChatMessage(role="assistant", content="x", **empty).content == "x"
+
+
+def test_token_ids_of_biases_are_numbers():
+    body = CompletionBody(model="m", prompt="x", logit_bias={"0": 1, "17": -2.5, "-3": 0})
+    assert body.logit_bias == {0: 1, 17: -2.5, -3: 0}
+    assert CompletionBody(model="m", prompt="x", logit_bias=None).logit_bias is None
+
+
+@pytest.mark.parametrize(
+    "logit_bias",
+    [
+        [],
+        "5",
+        *[{key: 1} for key in ("", "abc", "1.0", "1e3", "007", "+5", " 5", "-0", "\u0665", "9" * 30)],
+        *[{"5": bias} for bias in ("1", True, None, [1])],
+    ],
+)
+def test_other_biases_are_refused(logit_bias):
+    with pytest.raises(ValidationError):
+        CompletionBody(model="m", prompt="x", logit_bias=logit_bias)
 
 
 def test_whole_numbers_are_numbers_and_flags_are_not():
