@@ -15,6 +15,7 @@ import codecs
 import functools
 import json
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -331,18 +332,16 @@ class IncrementalDecoder:
 def _render_open(
     template: ChatTemplate, messages: Sequence[Mapping[str, Any]], scope: Mapping[str, Any]
 ) -> str:
-    """A conversation up to the end of its last message, found by a mark that no message contains."""
+    """A conversation up to the end of its last message, found by a mark that nobody can have written."""
     last = messages[-1] if isinstance(messages, Sequence) and messages else None
     if not isinstance(last, Mapping) or last.get("role") != "assistant":
         raise InvalidRequestError(
             "messages must end with one of the assistant where continue_final_message is true",
             param="messages",
         )
-    content, mark = last.get("content"), "CONTINUE"
-    while mark in repr(messages):
-        mark += "X"
+    content, mark = last.get("content"), f"CONTINUE{secrets.token_hex(16)}"
     marked = [*content, {"type": "text", "text": mark}] if isinstance(content, list) else f"{content}{mark}"
-    if not content:
+    if not isinstance(content, str | list) or not content:
         raise InvalidRequestError(
             "messages must end with text where continue_final_message is true", param="messages"
         )

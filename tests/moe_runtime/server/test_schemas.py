@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+
 import pytest
 from pydantic import ValidationError
 
+from moe_runtime.engine.request import SamplingParams
 from moe_runtime.server.schemas import ChatBody, ChatMessage, CompletionBody, StreamOptions
+from moe_runtime.server.unsupported import INERT_FIELDS, NEUTRAL_VALUES
 
 
 @pytest.mark.parametrize(
@@ -78,6 +83,18 @@ def test_token_ids_of_biases_are_numbers():
 def test_other_biases_are_refused(logit_bias):
     with pytest.raises(ValidationError):
         CompletionBody(model="m", prompt="x", logit_bias=logit_bias)
+
+
+def test_every_field_is_documented():
+    page = (Path(__file__).parents[3] / "docs" / "requests.md").read_text()
+    bodies = (CompletionBody, ChatBody, ChatMessage, StreamOptions)
+    names = {name for body in bodies for name in body.model_fields} | {*NEUTRAL_VALUES} | {*INERT_FIELDS}
+    params = {field.name for field in dataclasses.fields(SamplingParams)}
+    assert [name for name in sorted(names | params) if f"`{name}`" not in page] == []
+    _, refused = page.split("\n## Refused\n")
+    assert [n for n in NEUTRAL_VALUES if f"`{n}`" not in refused] == []
+    both = {*CompletionBody.model_fields} & {*ChatBody.model_fields}
+    assert [n for n in both if f"`{n}`" in refused and n not in ("n", "seed")] == []
 
 
 def test_whole_numbers_are_numbers_and_flags_are_not():
