@@ -169,7 +169,7 @@ def _mark_kernel(  # type: ignore[no-untyped-def]
     tl.atomic_or(targets, one * flag, mask=inside & (kind != _OUTPUT), sem="relaxed")
 
 
-@triton.jit(launch_metadata=tensors_cost("out", 8, besides="logits"))
+@triton.jit(do_not_specialize=["num_rows"], launch_metadata=tensors_cost("out", 8, besides="logits"))
 def _apply_kernel(  # type: ignore[no-untyped-def]
     logits, row_stride, vocab, settings, num_rows, marks, out, BLOCK: tl.constexpr
 ):

@@ -104,3 +104,15 @@ def test_whole_numbers_are_numbers_and_flags_are_not():
     StreamOptions(include_obfuscation=False)
     with pytest.raises(ValidationError):
         StreamOptions(include_obfuscation=True)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/completions", CompletionBody), ("/v1/chat/completions", ChatBody)]
+)
+def test_null_is_the_default_of_every_optional_field(server, path, body):
+    required = {"model": "m", "prompt": "Hello", "messages": [{"role": "user", "content": "Hello"}]}
+    fields = {name: required.get(name) for name in body.model_fields} | {"seed": 3}
+    answers = [server.http.post(path, json=fields).json()]
+    fields = {name: value for name, value in fields.items() if value is not None}
+    answers.append(server.http.post(path, json=fields).json())
+    assert answers[0]["choices"] == answers[1]["choices"] != []
