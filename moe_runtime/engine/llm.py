@@ -7,6 +7,7 @@ level ``batch`` the number of ranks does.
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 from collections.abc import Callable
@@ -250,6 +251,7 @@ class LLM:
             params = [params] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(f"params ({len(params)}) must be one, or as many as prompts ({len(prompts)})")
+        bad_word_ids = None if self.tokenizer is None else functools.cache(self.tokenizer.bad_word_ids)
         requests = [
             make_request(
                 str(i),
@@ -257,7 +259,7 @@ class LLM:
                 p,
                 self.limits,
                 fallback_seed=self._fallback_seed(i),
-                bad_word_ids=None if self.tokenizer is None else self.tokenizer.bad_word_ids,
+                bad_word_ids=bad_word_ids,
             )
             for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))
         ]

@@ -15,6 +15,7 @@ from typing import Any
 from moe_runtime.errors import InvalidRequestError
 
 __all__ = [
+    "MAX_ALLOWED_TOKEN_IDS",
     "MAX_BAD_WORDS",
     "MAX_BAD_WORD_CHARS",
     "MAX_CHOICES",
@@ -44,6 +45,7 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 1024
+MAX_ALLOWED_TOKEN_IDS = 8192
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256
 MAX_LOGIT_BIASES = 1024
@@ -344,9 +346,9 @@ def _logit_rules(params: SamplingParams, limits: RequestLimits) -> None:
     _strings("bad_words", params.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
     if params.allowed_token_ids is not None:
         _list("allowed_token_ids", params.allowed_token_ids)
-        if not 0 < len(params.allowed_token_ids) <= limits.vocab_size:
+        if not 0 < len(params.allowed_token_ids) <= MAX_ALLOWED_TOKEN_IDS:
             shown = f"{len(params.allowed_token_ids)} ids"
-            raise _invalid("allowed_token_ids", shown, f"must have 1 to {limits.vocab_size} ids")
+            raise _invalid("allowed_token_ids", shown, f"must have 1 to {MAX_ALLOWED_TOKEN_IDS} ids")
         _token_ids("allowed_token_ids", params.allowed_token_ids, limits.vocab_size)
 
 

@@ -19,6 +19,7 @@ class Sequence:
         request: The validated request.
         choice_idx: Which of its choices.
         arrival_idx: Position in the rank's order of arrival, the order of service.
+        rules: Of the request, where they have been made for another of its choices; they never change.
 
     Attributes:
         token_ids: Prompt and output so far; ``UNKNOWN_TOKEN`` where a step under way will put a token.
@@ -28,7 +29,9 @@ class Sequence:
         is_finished: Ended or aborted; results of a step still under way are dropped.
     """
 
-    def __init__(self, request: Request, choice_idx: int, arrival_idx: int) -> None:
+    def __init__(
+        self, request: Request, choice_idx: int, arrival_idx: int, rules: SequenceRules | None = None
+    ) -> None:
         assert request.params.seed is not None, "make_request sets the seed"
         assert request.params.max_tokens is not None, "make_request sets max_tokens"
         self.request_id = request.request_id
@@ -43,7 +46,7 @@ class Sequence:
         self.block_ids: list[int] = []
         self.prompt_logprobs: list[TokenLogprobs | None] = []
         self.is_finished = False
-        self._rules = SequenceRules.of(request)
+        self._rules = rules or SequenceRules.of(request)
 
     @property
     def num_tokens(self) -> int:

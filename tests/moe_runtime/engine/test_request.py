@@ -8,6 +8,7 @@ import math
 import pytest
 
 from moe_runtime.engine.request import (
+    MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
     MAX_CHOICES,
@@ -92,7 +93,8 @@ BAD = [
     *[("logit_bias", value) for value in ([], "5", 3, dict.fromkeys(range(MAX_LOGIT_BIASES + 1), 1.0))],
     *[("bad_words", value) for value in ("abc", ("",), (3,), ("x" * (MAX_BAD_WORD_CHARS + 1),), None)],
     ("bad_words", ("x",) * (MAX_BAD_WORDS + 1)),
-    *[("allowed_token_ids", value) for value in ((), (100,), (-1,), "ab", 3, (True,), (1,) * 101)],
+    *[("allowed_token_ids", value) for value in ((), (100,), (-1,), "ab", 3, (True,))],
+    ("allowed_token_ids", (1,) * (MAX_ALLOWED_TOKEN_IDS + 1)),
 ]
 
 
