@@ -92,7 +92,7 @@ def parse_line(line: str, number: int) -> tuple[str | list[int] | list[dict[str,
             content: Any = msgspec.convert(prompt, str | list[int])
         else:
             content = msgspec.convert(messages, list[dict[str, str]])
-        params = msgspec.convert(fields_given, SamplingParams)
+        params = msgspec.convert(fields_given, SamplingParams, str_keys=True)
     except msgspec.ValidationError as error:
         raise ValueError(f"line {number}: {error}") from None
     return content, {name: getattr(params, name) for name in fields_given}

@@ -30,6 +30,8 @@ from moe_runtime.engine.step_plan import StepPlan
 from moe_runtime.kernels.attention import BLOCK_SIZE
 from moe_runtime.kernels.attention_tiles import make_row_tiles
 from moe_runtime.kernels.attention_tree_triton import TREE
+from moe_runtime.kernels.logit_rules import RowRules
+from moe_runtime.kernels.logit_rules_triton import RuleRows, apply_rules
 from moe_runtime.kernels.prefill_attention_triton import RowSchedule
 from moe_runtime.kernels.sampling_triton import SamplingRows, greedy, sample
 from moe_runtime.kernels.softmax_triton import log_softmax_stats, token_logprobs, top_logprobs
@@ -39,6 +41,8 @@ from moe_runtime.layers.cuda_decoder import MAX_DECODE_ROWS, CudaDecoder, MixedI
 __all__ = ["CudaRunner"]
 
 LOGITS_ROWS = 256
+RULED_ROWS = 64
+"""Rows with rules of their own whose logits are rewritten at once: each takes memory for two copies."""
 
 MANY_ROWS_FROM = 4
 
@@ -126,14 +130,15 @@ class CudaRunner(Runner):
                 else -1
                 for chunk in chunks
             ]
-            hidden = self._mixed(plan, slots, StepShape.of_tokens(tokens_per_rank))
+            hidden, token_ids = self._mixed(plan, slots, StepShape.of_tokens(tokens_per_rank))
             routing = self._routing(plan, routed_token_idx(chunks))
-            return replace(self._score_hidden(rows, hidden), routing=routing)
+            return replace(self._score_hidden(rows, hidden, token_ids), routing=routing)
         self._decode(plan, [self._slots.slot(chunk.sequence) for chunk in chunks], bucket)
         routing = self._routing(plan, routed_token_idx(chunks))
         if not rows:
             return LaunchedStep(rows, self._nothing_to_collect())
-        return replace(self._score(rows, self.logits[: len(rows)], greedy_done=True), routing=routing)
+        scored = self._score(rows, self.logits[: len(rows)], self._token_ids, greedy_done=True)
+        return replace(scored, routing=routing)
 
     @torch.inference_mode()
     def follow(self, plan: StepPlan, tokens_per_rank: SequenceOf[int], *, is_decode: bool) -> None:
@@ -144,7 +149,7 @@ class CudaRunner(Runner):
             self._decode(plan, no_slots, bucket)
             self._routing(plan, [])
             return
-        hidden = self._mixed(plan, no_slots, StepShape.of_tokens(tokens_per_rank))
+        hidden, _ = self._mixed(plan, no_slots, StepShape.of_tokens(tokens_per_rank))
         self._routing(plan, [])
         for first in range(0, len(plan.row_token_idx), LOGITS_ROWS):
             index = self._upload(list(plan.row_token_idx[first : first + LOGITS_ROWS]))
@@ -241,8 +246,10 @@ class CudaRunner(Runner):
         greedy(self.logits[:bucket], chosen, pdl=pdl)
         record_tokens(chosen, slots, self.last_token, pdl=pdl)
 
-    def _mixed(self, plan: StepPlan, slots: SequenceOf[int], shape: StepShape) -> torch.Tensor:
-        """Any rows, kernel by kernel, to hidden states ``[T, hidden]``.
+    def _mixed(
+        self, plan: StepPlan, slots: SequenceOf[int], shape: StepShape
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Any rows, kernel by kernel, to hidden states ``[T, hidden]``; and their token ids ``[T]`` int32.
 
         Args:
             plan: Of the group's step.
@@ -280,7 +287,7 @@ class CudaRunner(Runner):
         parts = torch.split(device, sizes)
         ids = torch.empty_like(parts[1])
         resolve_tokens(parts[1], parts[2], self.last_token, ids)
-        return self.decoder.mixed(
+        hidden = self.decoder.mixed(
             MixedInput(
                 shape=shape,
                 token_ids=ids,
@@ -295,6 +302,7 @@ class CudaRunner(Runner):
             ),
             self.kv_caches,
         )
+        return hidden, ids
 
     def _tiles(
         self, lens: list[int], starts: list[int]
@@ -317,7 +325,9 @@ class CudaRunner(Runner):
             result.append((schedule, tiles))
         return result
 
-    def _score_hidden(self, rows: list[LogitsRow], hidden: torch.Tensor) -> LaunchedStep:
+    def _score_hidden(
+        self, rows: list[LogitsRow], hidden: torch.Tensor, token_ids: torch.Tensor
+    ) -> LaunchedStep:
         """Logits of the wanted rows, in slices."""
         if not rows:
             return LaunchedStep(rows, self._nothing_to_collect())
@@ -325,24 +335,39 @@ class CudaRunner(Runner):
         steps = []
         for first in range(0, len(rows), LOGITS_ROWS):
             part = rows[first : first + LOGITS_ROWS]
-            logits = self.decoder.logits(hidden[index[first : first + LOGITS_ROWS]])
-            steps.append(self._score(part, logits, greedy_done=False))
+            places = index[first : first + LOGITS_ROWS]
+            logits = self.decoder.logits(hidden[places])
+            steps.append(self._score(part, logits, token_ids, places, greedy_done=False))
         return LaunchedStep(rows, lambda: [result for step in steps for result in step.collect()])
 
-    def _score(self, rows: list[LogitsRow], logits: torch.Tensor, *, greedy_done: bool) -> LaunchedStep:
+    def _score(
+        self,
+        rows: list[LogitsRow],
+        logits: torch.Tensor,
+        token_ids: torch.Tensor,
+        places: torch.Tensor | None = None,
+        *,
+        greedy_done: bool,
+    ) -> LaunchedStep:
         """Choose tokens and compute logprobs of rows whose logits are there.
 
         Args:
             rows: One per row of ``logits``.
             logits: ``[R, vocab]`` float32.
+            token_ids: ``[T]`` int32, the step's tokens.
+            places: ``[R]``, the tokens of the rows among them; by default the first R.
             greedy_done: ``chosen`` holds greedy tokens already and they are recorded.
         """
         num_rows = len(rows)
         given = [_given_token(row) for row in rows]
         free = [i for i, token in enumerate(given) if token is None]
-        is_greedy = all(rows[i].sequence.params.temperature == 0 for i in free)
+        rules = {i: rule for i in free if (rule := rows[i].sequence.rules) is not None}
+        is_greedy = all(rows[i].sequence.params.temperature == 0 for i in free if i not in rules)
         chosen = self.chosen[:num_rows]
-        if not (greedy_done and is_greedy and len(free) == num_rows):
+        if rules:
+            last_ids = token_ids[:num_rows] if places is None else token_ids[places]
+            chosen = self._choose(rows, logits, given, is_greedy, self._ruled(rows, logits, rules, last_ids))
+        elif not (greedy_done and is_greedy and len(free) == num_rows):
             chosen = self._choose(rows, logits, given, is_greedy)
         num_top = [num_logprobs(row) for row in rows]
         host_chosen = to_host(chosen)
@@ -379,20 +404,50 @@ class CudaRunner(Runner):
         logits: torch.Tensor,
         given: list[int | None],
         is_greedy: bool,
+        ruled: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """``[R]`` int32 tokens: given ones, greedy ones, sampled ones; the sequences' slots take them."""
+        """``[R]`` int32 tokens: given ones, ruled ones, greedy ones, sampled ones; the sequences' slots take them.
+
+        Args:
+            rows: One per row of ``logits``.
+            logits: ``[R, vocab]`` float32.
+            given: Tokens that are not chosen here.
+            is_greedy: All others but the ruled ones are greedy.
+            ruled: ``[R]`` int32, tokens of rows that have rules, else -1.
+        """
         chosen = torch.empty(len(rows), dtype=torch.int32, device=self.device)
         if is_greedy:
             greedy(logits, chosen)
         else:
             settings = [row_sampling(row, i) for i, row in enumerate(rows)]
             sample(logits, SamplingRows.of(settings, self.device), chosen)
+        if ruled is not None:
+            chosen = torch.where(ruled >= 0, ruled, chosen)
         if any(token is not None for token in given):
             fixed = self._upload([-1 if t is None else t for t in given])
             chosen = torch.where(fixed >= 0, fixed, chosen)
         slots = [-1 if row.prompt_position is not None else self._slots.slot(row.sequence) for row in rows]
         record_tokens(chosen, self._upload(slots), self.last_token)
         return chosen
+
+    def _ruled(
+        self,
+        rows: list[LogitsRow],
+        logits: torch.Tensor,
+        rules: dict[int, RowRules],
+        last_ids: torch.Tensor,
+    ) -> torch.Tensor:
+        """``[R]`` int32: tokens of rows that have rules, chosen from logits of their own; -1 for the others."""
+        result = torch.full((len(rows),), -1, dtype=torch.int32, device=self.device)
+        which = list(rules)
+        for first in range(0, len(which), RULED_ROWS):
+            part = which[first : first + RULED_ROWS]
+            rule_rows = RuleRows.of([rules[i] for i in part], part, self.device)
+            own = apply_rules(logits, rule_rows, last_ids)
+            chosen = torch.empty(len(part), dtype=torch.int32, device=self.device)
+            sample(own, SamplingRows.of([row_sampling(rows[i], i) for i in part], self.device), chosen)
+            result[rule_rows.row_idx] = chosen
+        return result
 
     def _upload(self, values: list[int]) -> torch.Tensor:
         """``[len]`` int32 on the device, copied without waiting for the device's work."""

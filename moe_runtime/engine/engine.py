@@ -224,7 +224,7 @@ class Engine:
         self, sequence: Sequence, token_id: int, num_output_tokens: int
     ) -> tuple[str | None, int | None]:
         params = sequence.params
-        if params.forced_token_ids is None:
+        if params.forced_token_ids is None and num_output_tokens > params.min_tokens:
             if not params.ignore_eos and token_id in self.eos_token_ids:
                 return "stop", None
             if token_id in params.stop_token_ids:

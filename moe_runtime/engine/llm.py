@@ -7,6 +7,7 @@ level ``batch`` the number of ranks does.
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 from collections.abc import Callable
@@ -222,14 +223,14 @@ class LLM:
         raise CapacityError(message)
 
     def default_sampling_params(self) -> SamplingParams:
-        """The checkpoint's own temperature, top_p, top_k and min_p (``generation_config.json``), as over HTTP.
+        """The checkpoint's own temperature, top_p, top_k, min_p and repetition_penalty (``generation_config.json``), as
+        over HTTP.
 
         Change single fields with ``dataclasses.replace``; ``SamplingParams(...)`` itself knows no checkpoint, and what
         it leaves out is 1.0 or off.
 
         Raises:
-            CheckpointError: the file is malformed, or asks for what is not implemented (``repetition_penalty`` other
-                than 1, beams, ...).
+            CheckpointError: the file is malformed, or asks for what is not implemented (beams, ...).
         """
         return SamplingParams(**sampling_defaults(self.model.plan.model_dir))
 
@@ -265,9 +266,15 @@ class LLM:
             params = [params] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(f"params ({len(params)}) must be one, or as many as prompts ({len(prompts)})")
+        bad_word_ids = None if self.tokenizer is None else functools.cache(self.tokenizer.bad_word_ids)
         requests = [
             make_request(
-                str(i), self._token_ids(prompt), p, self.limits, fallback_seed=self._fallback_seed(i)
+                str(i),
+                self._token_ids(prompt),
+                p,
+                self.limits,
+                fallback_seed=self._fallback_seed(i),
+                bad_word_ids=bad_word_ids,
             )
             for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))
         ]
@@ -293,15 +300,26 @@ class LLM:
         self,
         conversations: SequenceOf[SequenceOf[dict[str, str]]],
         params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        *,
+        continue_final_message: bool = False,
     ) -> list[RequestOutput]:
         """``generate`` on conversations rendered with the model's chat template."""
-        return self.generate([self.chat_prompt(c) for c in conversations], params)
+        prompts = [self.chat_prompt(c, continue_final_message=continue_final_message) for c in conversations]
+        return self.generate(prompts, params)
 
-    def chat_prompt(self, messages: SequenceOf[dict[str, str]]) -> list[int]:
-        """Token ids of a conversation, rendered with the model's chat template up to the assistant's turn."""
+    def chat_prompt(
+        self, messages: SequenceOf[dict[str, str]], *, continue_final_message: bool = False
+    ) -> list[int]:
+        """Token ids of a conversation, rendered with the model's chat template up to the assistant's turn, or up to the
+        end of its last message, which is the assistant's.
+        """
         if self.tokenizer is None:
             raise ValueError(f"{self.model.plan.model_dir} has no tokenizer, so it has no chat template")
-        text = self.tokenizer.apply_chat_template(list(messages))
+        text = self.tokenizer.apply_chat_template(
+            list(messages),
+            add_generation_prompt=not continue_final_message,
+            continue_final_message=continue_final_message,
+        )
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _fallback_seed(self, index: int) -> int | None:

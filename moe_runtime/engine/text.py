@@ -156,13 +156,14 @@ class TextStream:
         Args:
             tokenizer: The checkpoint's.
             prompt_ids: Ids before the output; the text is their continuation (see ``Tokenizer.decoder``).
-            params: ``stop``, ``include_stop_str_in_output`` and ``skip_special_tokens`` are used.
+            params: ``stop``, ``include_stop_str_in_output``, ``skip_special_tokens`` and ``min_tokens`` are used.
         """
         self._decoder = tokenizer.decoder(
             skip_special_tokens=params.skip_special_tokens, prompt_ids=prompt_ids
         )
         self._matcher = _stop_matcher(tuple(params.stop)) if params.stop else None
         self._keep_stop = params.include_stop_str_in_output
+        self._num_to_come = params.min_tokens  # tokens that complete no stop string
         self._state = 0
         self._held = ""
         self._stop: str | None = None
@@ -194,11 +195,12 @@ class TextStream:
             if self._stop is not None:
                 break
             num_tokens += 1
+            may_stop, self._num_to_come = self._num_to_come <= 0, self._num_to_come - 1
             if ends_with_stop_token and i == last and not self._keep_stop:
                 break
             text = self._decoder.step(token_id)
             if text:
-                pieces.append(self._advance(text))
+                pieces.append(self._advance(text, may_stop=may_stop))
         return TextDelta(text="".join(pieces), num_tokens=num_tokens, stop=self._stop)
 
     def finish(self) -> TextDelta:
@@ -212,13 +214,13 @@ class TextStream:
         self._is_finished = True
         text = ""
         if self._stop is None:
-            text = self._advance(self._decoder.finish())
+            text = self._advance(self._decoder.finish(), may_stop=self._num_to_come < 0)
             if self._stop is None:
                 text += self._held
         return TextDelta(text=text, num_tokens=0, stop=self._stop)
 
-    def _advance(self, text: str) -> str:
-        """Take in decoded text and return what may be shown."""
+    def _advance(self, text: str, *, may_stop: bool) -> str:
+        """Take in decoded text and return what may be shown; only where it may, the text ends at a stop string."""
         if self._matcher is None:
             return text
         matcher, state = self._matcher, self._state
@@ -226,7 +228,7 @@ class TextStream:
         for end in range(len(self._held) + 1, len(buffer) + 1):
             state = matcher.step(state, buffer[end - 1])
             stop = matcher.matched[state]
-            if stop:
+            if stop and may_stop:
                 self._stop = stop
                 # With the stop string kept, its beginning may have been shown already.
                 return buffer[:end] if self._keep_stop else buffer[: end - len(stop)]

@@ -49,6 +49,29 @@ def test_http_and_offline_give_the_same_bits(server: RunningServer) -> None:
     assert choice["logprobs"]["token_logprobs"] == [entry.logprob for entry in entries]
 
 
+def test_rules_give_the_same_bits_over_http_and_offline_and_beside_other_requests(
+    server: RunningServer,
+) -> None:
+    rules = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.25, "min_tokens": 20}
+    words = {"bad_words": ["love", "what"], "stop_token_ids": [5, 6, 7]}
+    body = {**BODY, **rules, **words, "logit_bias": {"40": 2.5, "41": -100}, "return_token_ids": True}
+    alone = server.complete(**body)
+    params = SamplingParams(
+        max_tokens=24, seed=7, logprobs=5, temperature=0.9, top_p=0.95, **rules,
+        bad_words=("love", "what"), stop_token_ids=(5, 6, 7), logit_bias={40: 2.5, 41: -100.0},
+    )  # fmt: skip
+    [offline] = LLM().generate([PROMPT], params)
+    [choice] = alone["choices"]
+    assert tuple(choice["token_ids"]) == offline.outputs[0].token_ids
+    assert choice["logprobs"]["token_logprobs"] == [e.logprob for e in offline.outputs[0].logprobs or ()]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        others = [pool.submit(server.complete, **{**BODY, "seed": i}) for i in range(6)]
+        assert _answer(server.complete(**body)) == _answer(alone)
+        plain = server.complete(**BODY, return_token_ids=True)["choices"][0]
+        assert all(other.result() for other in others)
+    assert plain["token_ids"] != choice["token_ids"]
+
+
 def test_http_and_offline_share_the_checkpoint_s_defaults(server: RunningServer) -> None:
     choice = server.complete(prompt=PROMPT, max_tokens=40, seed=9, return_token_ids=True)["choices"][0]
     llm = LLM()

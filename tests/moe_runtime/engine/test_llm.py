@@ -471,8 +471,8 @@ def test_defaults_that_are_not_implemented_are_refused(llm):
     file = llm.model.plan.model_dir / "generation_config.json"
     before = file.read_text()
     try:
-        file.write_text(json.dumps({"repetition_penalty": 1.1}))
-        with pytest.raises(CheckpointError, match=r"repetition_penalty \(1.1\) is not implemented"):
+        file.write_text(json.dumps({"no_repeat_ngram_size": 2}))
+        with pytest.raises(CheckpointError, match=r"no_repeat_ngram_size \(2\) is not implemented"):
             llm.generate([PROMPT])
         assert len(ids_of(llm)[0]) == GREEDY.max_tokens
     finally:

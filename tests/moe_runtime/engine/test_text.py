@@ -77,6 +77,34 @@ def test_any_split_gives_the_decoded_text_cut_at_the_stop(kind, data, skip, keep
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data(), min_tokens=st.integers(0, 8), keep=st.booleans())
+@FAST
+def test_the_first_min_tokens_complete_no_stop_string(kind, data, min_tokens, keep):
+    tokenizer = tokenizer_of(kind)
+    ids = data.draw(any_ids(kind))
+    full = tokenizer.decode(ids, skip_special_tokens=True)
+    stops = tuple(
+        {full[i : i + n] for i, n in data.draw(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 3))))}
+        - {""}
+    )
+    decoder = tokenizer.decoder(skip_special_tokens=True)
+    num_early = len("".join([decoder.step(token_id) for token_id in ids[:min_tokens]]))
+    expected, expected_stop = full, None
+    # The last characters of an output without more than min_tokens tokens come with none of its tokens.
+    ends = range(num_early + 1, len(full) + 1) if len(ids) > min_tokens else []
+    for end in ends:
+        if met := [stop for stop in stops if full[:end].endswith(stop)]:
+            expected_stop = max(met, key=len)
+            expected = full[: end if keep else end - len(expected_stop)]
+            break
+    params = SamplingParams(stop=stops, min_tokens=min_tokens, include_stop_str_in_output=keep)
+    stream = TextStream(tokenizer, [], params)
+    pushes = split_at(ids, data.draw(st.lists(st.integers(0, len(ids)), max_size=4)))
+    assert stream_text(stream, pushes) == expected
+    assert stream.stop == expected_stop
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("text", [SAMPLE, FAMILY * 3, CJK * 3, f"a{FAMILY}{CJK}\u00e9"])
 def test_no_part_of_a_character_is_ever_shown(kind, text):
     tokenizer = tokenizer_of(kind)

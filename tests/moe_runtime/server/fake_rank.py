@@ -35,7 +35,7 @@ SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 EOS_ID = VOCAB_SIZE - 1
 NAN_ID = 200
-LIMITS = RequestLimits(vocab_size=VOCAB_SIZE, max_model_len=4096, max_kv_tokens=8192)
+LIMITS = RequestLimits(vocab_size=VOCAB_SIZE, max_model_len=4096, max_kv_tokens=8192, eos_token_ids=(EOS_ID,))
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'user' and m.content == 'refuse' %}"
     "{{ raise_exception('not this one') }}{% endif %}"

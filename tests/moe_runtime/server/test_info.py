@@ -29,7 +29,12 @@ def test_server_info(start_server, tmp_path):
     assert (info["phase"], info["world_size"], info["invariance"]) == ("serving", 2, "topology")
     assert info["system_fingerprint"] == "fp-1"
     assert info["dispatcher"] == "symmetric"
-    assert info["limits"] == {"vocab_size": 259, "max_model_len": 4096, "max_kv_tokens": 8192}
+    assert info["limits"] == {
+        "vocab_size": 259,
+        "max_model_len": 4096,
+        "max_kv_tokens": 8192,
+        "eos_token_ids": [258],
+    }
     assert info["sampling_defaults"]["temperature"] == 0.5
     assert [(rank["rank"], rank["pid"], rank["info"]) for rank in info["ranks"]] == [
         (0, 1000, {"device": "fake", "dispatcher": "symmetric"}),
