@@ -32,7 +32,8 @@ from moe_runtime.kernels.golden_digests import (
     read_golden,
     write_golden,
 )
-from moe_runtime.launch.cli import EXIT_OK, EXIT_SELF_CHECK, parse_config, usage_error
+from moe_runtime.exit_codes import EXIT_OK, EXIT_SELF_CHECK
+from moe_runtime.launch.cli import parse_config, usage_error
 from moe_runtime.launch.logs import setup_logging
 from moe_runtime.launch.progress import progress_bar
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 from moe_runtime.engine.config import EngineConfig
 
-__all__ = ["AuditConfig", "GenerateConfig", "HTTPConfig", "ServeConfig"]
+__all__ = ["AuditConfig", "GenerateConfig", "HTTPConfig", "ServeConfig", "StepConfig"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,15 +25,16 @@ class HTTPConfig:
         api_key: Key that clients must send as ``Authorization: Bearer``; by default none is asked for.
         served_model_name: Name that requests give as ``model``; by default the model's folder or hub id.
         drain_timeout_s: Seconds that running requests may take to finish after a first SIGTERM.
-        heartbeat_timeout_s: Seconds of silence after which a rank counts as lost.
+        heartbeat_timeout_s: Seconds of silence after which a rank, or the front end, counts as hung and is ended, and
+            all others with it.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     served_model_name: str | None = None
     drain_timeout_s: float = 20.0
-    heartbeat_timeout_s: float = 30.0
+    heartbeat_timeout_s: float = 5.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -49,11 +50,36 @@ class HTTPConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepConfig:
+    """The watch over the length of steps.
+
+    Attributes:
+        slow_step_s: Seconds after which a step is logged, with what every rank is doing, and counted.
+        step_timeout_s: Seconds after which a step counts as hung, and all ranks end.
+    """
+
+    slow_step_s: float = 10.0
+    step_timeout_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        for name in ("slow_step_s", "step_timeout_s"):
+            value = getattr(self, name)
+            if not math.isfinite(value) or value <= 0:
+                raise ValueError(f"{name} ({value}) must be finite and positive")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
-    """Serve a model over HTTP."""
+    """Serve a model over HTTP.
+
+    Attributes:
+        log_format: ``text``, or ``json``: one object a line, with time, level, rank, logger and message.
+    """
 
     engine: EngineConfig = field(default_factory=EngineConfig)
     http: HTTPConfig = field(default_factory=HTTPConfig)
+    steps: StepConfig = field(default_factory=StepConfig)
+    log_format: Literal["text", "json"] = "text"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -93,10 +93,11 @@ class Wake(msgspec.Struct, frozen=True, tag="wake"):
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
-    """Finish what is running, then leave the loop together and exit 0; ``abort`` drops what is running."""
+    """Finish what is running, then leave the loop together and exit with ``exit_code``; ``abort`` drops what is running."""
 
     epoch: int
     abort: bool = False
+    exit_code: int = 0
 
 
 class RankStats(msgspec.Struct, frozen=True):

@@ -18,7 +18,7 @@ from moe_runtime.engine.llm import LLM
 from moe_runtime.engine.model_loader import load_model, plan_model
 from moe_runtime.eplb.placement import contiguous_placement
 from moe_runtime.errors import CapacityError
-from moe_runtime.launch.cli import EXIT_NO_FIT, EXIT_USAGE
+from moe_runtime.exit_codes import EXIT_NO_FIT, EXIT_USAGE
 from moe_runtime.launch.serve import main as serve
 from tests.checkpoints import tiny_config, write_checkpoint
 from tests.gpu_engine import gpu_config, write_gpu_checkpoint
