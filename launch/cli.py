@@ -18,9 +18,10 @@ from moe_runtime.exit_codes import EXIT_USAGE
 from moe_runtime.launch.spokesman import may_speak
 from moe_runtime.verify.config import CheckConfig
 
-__all__ = ["parse_config", "print_error", "usage_error"]
+__all__ = ["last_error", "parse_config", "print_error", "usage_error"]
 
 _Config = TypeVar("_Config")
+_errors: list[str] = []
 
 
 def parse_config(
@@ -72,6 +73,7 @@ def print_error(message: str) -> None:
     A fault may be on one rank alone, so each may speak; of those with the same to say one does.
     """
     message = message.rstrip()
+    _errors.append(message)
     if not may_speak(message):
         return
     text = f"error: {message}\n"
@@ -79,6 +81,11 @@ def print_error(message: str) -> None:
         text = f"[rank {_rank()}] error: {'; '.join(message.splitlines())}\n"
     sys.stderr.write(text)  # in one write, so that lines of several ranks do not mix
     sys.stderr.flush()
+
+
+def last_error() -> str:
+    """What ``print_error`` was last given, spoken or not; empty if nothing."""
+    return _errors[-1] if _errors else ""
 
 
 def _rank() -> str:

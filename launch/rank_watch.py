@@ -120,7 +120,7 @@ class RankWatch(threading.Thread):
         self._end(text, is_first=culprit == self._rank)
 
     def expect_end(self) -> None:
-        """The rank has been told to leave: the front end may go now; ranks that are still here after a while may not."""
+        """The rank has been told to leave: the front end may go now, and this rank must soon."""
         self._end_s = time.monotonic() + END_LIMIT_S
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ rank when another one, the front end or the launcher has gone or hangs.
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
@@ -37,7 +38,7 @@ from moe_runtime.exit_codes import (
     EXIT_USAGE,
     exit_code_of_signal,
 )
-from moe_runtime.launch.cli import parse_config, print_error, usage_error
+from moe_runtime.launch.cli import last_error, parse_config, print_error, usage_error
 from moe_runtime.launch.distributed import close_ranks, init_ranks
 from moe_runtime.launch.error_file import ErrorFile
 from moe_runtime.launch.front_end import ChildFailedError, FrontEndProcess
@@ -66,7 +67,8 @@ def main(args: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         code = exit_code_of_signal(signal.SIGINT)
     if code:
-        error_file.write(f"exit code {code}; what was wrong is in the log", is_first=True)
+        reason = last_error() if code < exit_code_of_signal(signal.SIGHUP) else "aborted by a signal"
+        error_file.write(f"exit code {code}: {reason or 'see the log'}", is_first=True)
     else:
         error_file.remove()
     return code
@@ -239,7 +241,7 @@ def _serve(
         "num_self_check_comparisons": model.audit.num_comparisons,
         "start_s": round(time.monotonic() - start_s, 2),
     }
-    watch.clock.numbers = lambda: _numbers(engine)
+    watch.clock.numbers = functools.partial(_numbers, engine)
     service = RankService(
         engine, group.rank, address.endpoint, info, clock=watch.clock, on_drain=watch.expect_end
     )
@@ -250,6 +252,7 @@ def _serve(
     service.run()
     exit_code = service.exit_code
     service.close()
+    watch.clock.numbers = str
     del engine, service
     gc.collect()  # captured graphs hold on to the communicators that end next
     close_ranks(group, tensor_parallel)
@@ -335,7 +338,8 @@ def _server_config(
 def _install_signal_handlers(front_end: FrontEndProcess | None, watch: RankWatch) -> None:
     """Rank 0 passes SIGTERM and SIGINT to the front end, which drains all ranks; the others wait for that.
 
-    A launcher signals the ranks that are left when one has gone, too; then there is nothing to drain. One key press can reach a process twice, from the terminal and from torchrun; signals close together count once.
+    A launcher signals the ranks that are left when one has gone, too; then there is nothing to drain. One key press can
+    reach a process twice, from the terminal and from torchrun; signals close together count once.
     """
     last_s = 0.0
 

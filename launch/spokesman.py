@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Mapping
@@ -34,10 +35,8 @@ def may_speak(message: str, environ: Mapping[str, str] = os.environ) -> bool:
             wait_for_workers=False,
         )
         if environ.get("RANK") != "0":
-            try:
+            with contextlib.suppress(DistStoreError):
                 store.wait([key], RANK_0_FIRST)
-            except DistStoreError:
-                pass
         return bool(store.add(key, 1) == 1)
     except (KeyError, ValueError, RuntimeError):
         return True

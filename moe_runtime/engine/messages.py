@@ -93,7 +93,7 @@ class Wake(msgspec.Struct, frozen=True, tag="wake"):
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
-    """Finish what is running, then leave the loop together and exit with ``exit_code``; ``abort`` drops what is running."""
+    """Finish what is running, or with ``abort`` drop it, then leave the loop together and exit with ``exit_code``."""
 
     epoch: int
     abort: bool = False

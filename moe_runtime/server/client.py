@@ -280,6 +280,6 @@ class EngineClient:
             return
         state.has_gone = True
         if self.phase is not Phase.DRAINED:
-            self.watch.report_gone(rank)
+            self.watch.report_gone(rank, state.pid)
         elif all(other.has_gone for other in self.ranks.values()):
             self.all_gone.set()

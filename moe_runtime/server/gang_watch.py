@@ -77,6 +77,7 @@ class GangWatch(threading.Thread):
         self._on_tick = on_tick
         self._loop_seen_s = math.inf
         self._has_left: set[int] = set()
+        self._pids: dict[int, int] = {}
         self._to_end: ProcessId | None = None
         self._end_s = math.inf
         self._evidence = Evidence()
@@ -98,10 +99,12 @@ class GangWatch(threading.Thread):
         port = self._socket.bind_to_random_port(f"tcp://{bracketed}")
         self.endpoint = f"tcp://{bracketed}:{port}"
 
-    def report_gone(self, rank: int) -> None:
+    def report_gone(self, rank: int, pid: int | None = None) -> None:
         """A rank's connection has closed. From any thread."""
 
         def add() -> None:
+            if pid is not None:
+                self._pids.setdefault(rank, pid)
             if rank not in self._has_left:
                 self._evidence.add_gone(rank)
 
@@ -233,7 +236,7 @@ class GangWatch(threading.Thread):
     def _weigh(self, now_s: float) -> None:
         if not self._evidence:
             return
-        pids = {rank: pulse.process.pid for rank, pulse in self.pulses.items()}
+        pids = self._pids | {rank: pulse.process.pid for rank, pulse in self.pulses.items()}
         if self._suspected_s is None:
             if self._stands_down.is_set() and not self._evidence.is_certain:
                 self._evidence = Evidence()  # ranks leave, as they have been told

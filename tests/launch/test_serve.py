@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from moe_runtime.errors import CapacityError, CheckpointError
-from moe_runtime.launch import serve
 from moe_runtime.exit_codes import EXIT_NO_FIT, EXIT_USAGE
+from moe_runtime.launch import serve
 from tests.ranks import RankContext
 
 
