@@ -56,7 +56,8 @@ def parse_config(
                 config=(tyro.conf.OmitArgPrefixes,),
             )
 
-        return parse() if os.environ.get("WORLD_SIZE", "1") == "1" else _in_one_line(parse)
+        is_alone = _rank() == "0" and os.environ.get("WORLD_SIZE", "1") == "1"
+        return parse() if is_alone else _in_one_line(parse)
     except ValueError as error:
         usage_error(str(error))
 

@@ -63,15 +63,21 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         code = _main(args, error_file)
     except SystemExit as end:
-        code = int(end.code or 0)
+        _leave_reason(error_file, int(end.code or 0))
+        raise
     except KeyboardInterrupt:
         code = exit_code_of_signal(signal.SIGINT)
+    _leave_reason(error_file, code)
+    return code
+
+
+def _leave_reason(error_file: ErrorFile, code: int) -> None:
+    """For torchrun."""
     if code:
-        reason = last_error() if code < exit_code_of_signal(signal.SIGHUP) else "aborted by a signal"
+        reason = "aborted by a signal" if code > exit_code_of_signal(signal.SIGHUP) else last_error()
         error_file.write(f"exit code {code}: {reason or 'see the log'}", is_first=True)
     else:
         error_file.remove()
-    return code
 
 
 def _main(args: Sequence[str] | None, error_file: ErrorFile) -> int:

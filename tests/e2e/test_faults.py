@@ -26,6 +26,7 @@ PROMPT = "A prompt that no log may hold"
 BODY = {"model": "builtin", "prompt": PROMPT, "max_tokens": 12, "seed": 7, "logprobs": 5}
 LONG = {"model": "builtin", "prompt": PROMPT, "max_tokens": 900, "ignore_eos": True}
 GONE_LIMIT_S = 10.0
+LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
 
 
 @contextlib.contextmanager
@@ -89,6 +90,21 @@ def _pids(server: RunningServer, headers: dict[str, str]) -> list[int]:
     return [*ranks, int(children[0])]
 
 
+def _listening(pid: int) -> set[str]:
+    """Addresses, in the kernel's notation, at which a process listens for TCP."""
+    links = (Path(f"/proc/{pid}/fd") / name for name in os.listdir(f"/proc/{pid}/fd"))
+    inodes = set()
+    for link in links:
+        with contextlib.suppress(OSError):
+            inodes.add(os.readlink(link).removeprefix("socket:[").rstrip("]"))
+    rows = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]
+    ]
+    return {row[1].split(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes}
+
+
 def test_a_pause_is_no_fault_and_a_kill_is_told_in_json_without_secrets(tmp_path: Path) -> None:
     error_file = tmp_path / "error.json"
     flags = ["--log-format", "json", "--slow-step-s", "0.5", "--api-key", KEY]
@@ -98,6 +114,8 @@ def test_a_pause_is_no_fault_and_a_kill_is_told_in_json_without_secrets(tmp_path
     with running_server(2, *flags, env=environment) as server:
         before = httpx.post(f"{server.url}/v1/completions", json=BODY, headers=headers, timeout=60).json()
         pids = _pids(server, headers)
+        assert set().union(*map(_listening, pids)) <= LOOPBACK
+        assert _listening(pids[2]), "the front end listens"
         with open_requests(server, **headers) as futures:
             os.kill(pids[1], signal.SIGSTOP)
             time.sleep(1.8)
