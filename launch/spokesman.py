@@ -22,7 +22,7 @@ def may_speak(message: str, environ: Mapping[str, str] = os.environ) -> bool:
     """
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or environ.get("WORLD_SIZE", "1") == "1":
         return True
-    from torch.distributed import DistStoreError, TCPStore
+    from torch.distributed import DistStoreError, TCPStore  # type: ignore[attr-defined]
 
     words = f"{environ.get('TORCHELASTIC_RESTART_COUNT', '')} {message}"
     key = f"moe_runtime/said/{hashlib.sha256(words.encode('utf-8', 'replace')).hexdigest()}"

@@ -8,11 +8,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+import tyro
 
 from moe_runtime.engine.config import EngineConfig
 
 __all__ = ["AuditConfig", "GenerateConfig", "HTTPConfig", "ServeConfig", "StepConfig"]
+
+MIN_HEARTBEAT_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +35,9 @@ class HTTPConfig:
 
     host: str = "127.0.0.1"
     port: int = 8000
-    api_key: str | None = field(default=None, repr=False)
+    api_key: Annotated[str | None, tyro.conf.arg(help_behavior_hint="(default: none)")] = field(
+        default=None, repr=False
+    )
     served_model_name: str | None = None
     drain_timeout_s: float = 20.0
     heartbeat_timeout_s: float = 5.0
@@ -47,6 +53,11 @@ class HTTPConfig:
             raise ValueError(f"drain_timeout_s ({self.drain_timeout_s}) must be finite and not negative")
         if not math.isfinite(self.heartbeat_timeout_s) or self.heartbeat_timeout_s <= 0:
             raise ValueError(f"heartbeat_timeout_s ({self.heartbeat_timeout_s}) must be finite and positive")
+        if self.heartbeat_timeout_s < MIN_HEARTBEAT_TIMEOUT_S:
+            raise ValueError(
+                f"heartbeat_timeout_s ({self.heartbeat_timeout_s}) must be at least {MIN_HEARTBEAT_TIMEOUT_S:g}: signs "
+                "of life come twice a second, and a busy machine delays them"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
