@@ -38,7 +38,7 @@ _PHASES: tuple[tuple[str, str, str, bool], ...] = (
     ("moe_runtime.engine.engine", "Engine.step", "between scheduling and results", False),
     ("moe_runtime.engine.follower", "Follower.step", "following", False),
     ("moe_runtime.launch.rank_service", "RankService._receive", "idle or taking messages", False),
-    ("moe_runtime.launch.rank_service", "RankService.run", "reporting", False),
+    ("moe_runtime.launch.rank_service", "RankService.run", "reporting or between steps", False),
     ("moe_runtime.engine.model_loader", "load_model", "loading the model", False),
     ("moe_runtime.engine.backend", "start_engine", "starting the engine", False),
     ("moe_runtime.launch.distributed", "close_ranks", "leaving", True),

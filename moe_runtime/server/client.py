@@ -152,6 +152,13 @@ class EngineClient:
             case _:
                 return unavailable("the server is shutting down", code="draining")
 
+    def readiness_error(self) -> ApiError | None:
+        """Why no traffic should come this way, or None. A rank that is quiet may go on, so requests are still taken."""
+        error = self.unavailable_error()
+        if error is None and self.watch.quiet:
+            error = unavailable(self.watch.quiet, code="not_ready")
+        return error
+
     def submit(self, request: Request, mailbox: Mailbox, request_idx: int) -> None:
         """Start ``request`` on the least loaded group of ranks; its outputs go to ``mailbox`` under ``request_idx``.
 

@@ -57,6 +57,10 @@ class GangWatch(threading.Thread):
         on_verdict: What was wrong; called once.
         on_slow_step: A step has taken longer than ``slow_step_s``; called once for each.
         on_tick: Called twice a second; has the event loop call ``loop_is_alive``.
+
+    Attributes:
+        pulses: The latest of each rank.
+        quiet: Which rank has been silent for more than half of the limit; empty if none is. It may yet go on.
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class GangWatch(threading.Thread):
     ) -> None:
         super().__init__(name="gang-watch", daemon=True)
         self.pulses: dict[int, Pulse] = {}
+        self.quiet = ""
         self._config = config
         self._on_suspicion = on_suspicion
         self._on_verdict = on_verdict
@@ -196,15 +201,19 @@ class GangWatch(threading.Thread):
             self._evidence.add_reason(
                 f"the front end hangs: its event loop has not run in {now_s - self._loop_seen_s:.1f} s"
             )
+        quiet = ""
         for rank, seen_s in self._last_seen_s.items():
             pulse = self.pulses[rank]
             silent_s = now_s - seen_s
             limit_s = self._config.heartbeat_timeout_s
             if pulse.is_starting:
                 limit_s = max(limit_s, START_TIMEOUT_S)
+            if silent_s > limit_s / 2:
+                quiet = f"rank {rank} (pid {pulse.process.pid}) has shown no sign of life in {silent_s:.1f} s"
             if silent_s > limit_s:
                 self._evidence.add_hang(rank, f"no sign of life in {silent_s:.1f} s")
                 return
+        self.quiet = quiet
         late = [p for p in self.pulses.values() if p.step_s > self._config.step_timeout_s]
         if late:
             # Those that wait for others are not who hangs.

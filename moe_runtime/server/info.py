@@ -11,7 +11,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 import moe_runtime
-from moe_runtime.server.client import RankState
+from moe_runtime.server.client import EngineClient
 from moe_runtime.server.context import Context
 from moe_runtime.server.metrics import CONTENT_TYPE
 
@@ -70,15 +70,17 @@ def _server_info(context: Context) -> dict[str, Any]:
         "limits": dataclasses.asdict(config.limits),
         "sampling_defaults": context.sampling_defaults,
         "num_open_requests": client.num_open_requests,
-        "ranks": [_rank(rank, client.ranks[rank]) for rank in sorted(client.ranks)],
+        "ranks": [_rank(client, rank) for rank in sorted(client.ranks)],
     }
 
 
-def _rank(rank: int, state: RankState) -> dict[str, Any]:
+def _rank(client: EngineClient, rank: int) -> dict[str, Any]:
+    state, pulse = client.ranks[rank], client.watch.pulses.get(rank)
     return {
         "rank": rank,
         "pid": state.pid,
         "last_seen_s": round(time.monotonic() - state.last_seen, 3),
+        "phase": None if pulse is None else pulse.phase,
         "num_open_sequences": state.num_sequences,
         "info": state.info,
         "stats": state.stats,

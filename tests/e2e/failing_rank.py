@@ -1,7 +1,11 @@
-"""``moe_runtime.serve`` with a rank that raises in the step after it has run ``FAIL_AFTER_TOKENS`` tokens."""
+"""``moe_runtime.serve`` with a rank that fails in the step after it has run ``FAIL_AFTER_TOKENS`` tokens.
+
+``FAILURE`` is ``raise``; ``hold``, native code that keeps the interpreter's lock; or ``stuck``, native code without it.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 
@@ -15,6 +19,10 @@ class InjectedError(Exception):
 
 def fail_in_step(engine: Engine) -> None:
     """The original place, to be found in the log."""
+    if os.environ["FAILURE"] == "hold":
+        ctypes.PyDLL(None).sleep(100)
+    if os.environ["FAILURE"] == "stuck":
+        ctypes.CDLL(None).sleep(100)
     raise InjectedError(f"after {engine.num_generation_tokens} tokens")
 
 

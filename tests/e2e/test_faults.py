@@ -159,7 +159,7 @@ def test_a_rank_that_is_stopped_is_ended_and_named(tmp_path: Path) -> None:
 
 def test_an_exception_of_a_rank_reaches_clients_and_its_traceback_the_log() -> None:
     script = str(Path(__file__).with_name("failing_rank.py"))
-    environment = {"FAILING_RANK": "1", "FAIL_AFTER_TOKENS": "30"}
+    environment = {"FAILING_RANK": "1", "FAIL_AFTER_TOKENS": "30", "FAILURE": "raise"}
     with running_server(2, script=script, env=environment) as server:
         pids = _pids(server, {})
         with open_requests(server) as futures:
@@ -170,6 +170,28 @@ def test_an_exception_of_a_rank_reaches_clients_and_its_traceback_the_log() -> N
         assert "in fail_in_step" in server.text
         assert "Root Cause (first observed failure):" in server.text
         assert "rank      : 1 " in server.text.rpartition("Root Cause")[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("failure", "flags", "reason"),
+    [
+        ("hold", ["--heartbeat-timeout-s", "3"], "no sign of life in "),
+        ("stuck", ["--step-timeout-s", "2"], "over step_timeout_s; it is "),
+    ],
+)
+def test_a_rank_that_is_stuck_in_native_code_is_ended_and_named(
+    failure: str, flags: list[str], reason: str
+) -> None:
+    script = str(Path(__file__).with_name("failing_rank.py"))
+    environment = {"FAILING_RANK": "1", "FAIL_AFTER_TOKENS": "30", "FAILURE": failure}
+    with running_server(2, *flags, script=script, env=environment) as server:
+        pids = _pids(server, {})
+        with open_requests(server) as futures:
+            start_s = time.monotonic()
+            _all_were_told(futures, f"rank 1 (pid {pids[1]}) hangs: ")
+            assert reason in futures[0].result()[1]
+        _ends(server, pids, start_s)
 
 
 @pytest.mark.slow  # the ordinary suite has it in tests/launch/test_rank_watch.py

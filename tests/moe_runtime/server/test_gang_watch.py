@@ -132,8 +132,18 @@ def test_a_silent_rank_hangs_and_one_that_pulses_does_not(play: Callable[..., Pl
         time.sleep(0.1)
         assert time.monotonic() - start_s < 20
     assert time.monotonic() - start_s >= 1.5
+    assert "rank 1 (pid 7) has shown no sign of life" in game.watch.quiet
     assert game.verdicts[0].rank == 1
     assert "hangs: no sign of life in" in game.verdicts[0].reason
+
+
+def test_a_rank_that_is_quiet_for_a_while_and_goes_on_is_no_fault(play: Callable[..., Played]) -> None:
+    game = play(heartbeat_timeout_s=4.0)
+    game.pulses_heard()
+    wait_until(lambda: bool(game.watch.quiet))
+    game.pulses_heard()
+    wait_until(lambda: not game.watch.quiet)
+    assert game.verdicts == []
 
 
 def test_a_rank_that_starts_may_be_silent_for_longer(play: Callable[..., Played]) -> None:
