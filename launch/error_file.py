@@ -8,6 +8,7 @@ a little after it, in whole seconds as torchrun counts.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -19,7 +20,8 @@ _TIME_DIGITS = 10
 
 
 class ErrorFile:
-    """Written by one process; without the variable nothing is written.
+    """Written by one process; without the variable, or where the file cannot be written, nothing is: what happens in a
+    fault must not depend on it.
 
     Args:
         rank: This rank.
@@ -36,13 +38,15 @@ class ErrorFile:
         text = f"{self._name} ended without a word: it was killed, it crashed, or it hung and was ended"
         data = _document(text, time.time())
         self._offset = data.rindex(b'"') - _TIME_DIGITS
-        self._replace(data)
-        self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
+        with contextlib.suppress(OSError):
+            self._replace(data)
+            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
 
     def beat(self) -> None:
         """The rank lives."""
         if self._descriptor is not None:
-            os.pwrite(self._descriptor, _digits(time.time()), self._offset)
+            with contextlib.suppress(OSError):
+                os.pwrite(self._descriptor, _digits(time.time()), self._offset)
 
     def write(self, reason: str, *, is_first: bool) -> None:
         """The rank ends.
@@ -53,13 +57,15 @@ class ErrorFile:
         """
         if self._path is not None:
             self._stop_beating()
-            self._replace(_document(f"{self._name}: {reason}", time.time() + (-1 if is_first else 2)))
+            with contextlib.suppress(OSError):
+                self._replace(_document(f"{self._name}: {reason}", time.time() + (-1 if is_first else 2)))
 
     def remove(self) -> None:
         """The rank leaves in order."""
         if self._path is not None:
             self._stop_beating()
-            os.unlink(self._path)
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
             self._path = None
 
     def _stop_beating(self) -> None:

@@ -42,6 +42,7 @@ __all__ = ["END_LIMIT_S", "RankWatch"]
 POLL_S = 0.1
 VERDICT_WAIT_S = 1.5
 END_WAIT_S = 0.5
+PARENT_FIRST_S = 1.0  # rank 0 ends its child itself, where it can, and knows why
 END_LIMIT_S = 15.0
 FRONT_END_LIMIT_S = 3.5
 
@@ -163,7 +164,7 @@ class RankWatch(threading.Thread):
             self._end(f"the front end has gone ({self._front_end.how_it_ended()})", is_first=True)
         elif self._monitor.poll(0):
             self._end("the front end has gone", is_first=self._front_end is not None)
-        elif silent_s > max(self._heartbeat_timeout_s, 2 * PULSE_S):
+        elif silent_s > self._heartbeat_timeout_s + (0 if self._front_end is not None else PARENT_FIRST_S):
             reason = f"the front end hangs: no sign of life in {silent_s:.1f} s"
             if self._front_end_process is not None and end_process(self._front_end_process):
                 reason += f"; ended it (pid {self._front_end_process.pid}) with SIGKILL"

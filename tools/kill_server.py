@@ -48,6 +48,7 @@ def main() -> int:
         "--target", nargs="+", choices=TARGETS, help="by default all that the signal makes sense for"
     )
     parser.add_argument("--output", type=Path, help="JSON file for all rounds")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("flags", nargs="*", help="of moe_runtime.serve, after --")
     args = parser.parse_args()
     # A launcher that is stopped disturbs nobody: ranks serve on without it.
@@ -55,7 +56,7 @@ def main() -> int:
     rounds = []
     for target in targets:
         for number in range(args.rounds):
-            outcome = run_round(args.world, target, args.signal, args.flags)
+            outcome = run_round(args.world, target, args.signal, ["--device", args.device, *args.flags])
             rounds.append(outcome)
             state = "; ".join(outcome["faults"]) or "as it must be"
             print(
@@ -94,7 +95,7 @@ class Server:
         self.log_file, self.error_file = folder / "log", folder / "error.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
         command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
-        command += ["-m", "moe_runtime.serve", "--port", "0", "--device", "cpu", *flags]
+        command += ["-m", "moe_runtime.serve", "--port", "0", *flags]
         self.world = world
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHELASTIC_ERROR_FILE": str(self.error_file)}
         self.start_s = time.monotonic()

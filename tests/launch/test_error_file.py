@@ -69,3 +69,10 @@ def test_without_torchrun_nothing_is_written(tmp_path: Path) -> None:
     file.write("reason", is_first=True)
     file.remove()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_gone_stops_nobody(tmp_path: Path) -> None:
+    file = ErrorFile("0", _environ(tmp_path / "gone" / "error.json"))
+    file.beat()
+    file.write("reason", is_first=True)
+    file.remove()
