@@ -206,12 +206,16 @@ class SharedMemoryLinks:
             except OSError:
                 gone = True
             if gone:
-                raise PeerError(f"{self._name(peer)} has gone: it closed its link to {self._name(self.rank)}")
+                raise self._fault(
+                    peer, f"{self._name(peer)} has gone: it closed its link to {self._name(self.rank)}"
+                )
             count, since_s = self._last_beats.get(peer, (-1, now_s))
             if int(pulse[0]) != count:
                 self._last_beats[peer] = (int(pulse[0]), now_s)
             elif now_s - since_s >= self.stalled_after_s:
-                raise PeerError(f"{self._name(peer)} has stalled: no sign of life in {now_s - since_s:.1f} s")
+                raise self._fault(
+                    peer, f"{self._name(peer)} has stalled: no sign of life in {now_s - since_s:.1f} s"
+                )
 
     def close(self) -> None:
         """Close the sockets; peers that still wait are told at once."""
@@ -232,9 +236,11 @@ class SharedMemoryLinks:
             else:
                 socket.send_fds(link, [message], [descriptor])
         except TimeoutError:
-            raise PeerError(f"{self._name(peer)} does not take the rows of {self._name(self.rank)}") from None
+            raise self._fault(
+                peer, f"{self._name(peer)} does not take the rows of {self._name(self.rank)}"
+            ) from None
         except OSError as error:
-            raise PeerError(f"{self._name(peer)} has gone: {error.strerror}") from error
+            raise self._fault(peer, f"{self._name(peer)} has gone: {error.strerror}") from error
         finally:
             if descriptor is not None:
                 os.close(descriptor)
@@ -244,15 +250,18 @@ class SharedMemoryLinks:
         assert link is not None, "no rank receives from itself"
         message, descriptors = self._wait(peer, link)
         if not message:
-            raise PeerError(f"{self._name(peer)} has gone: it closed its link to {self._name(self.rank)}")
+            raise self._fault(
+                peer, f"{self._name(peer)} has gone: it closed its link to {self._name(self.rank)}"
+            )
         theirs, num_bytes, capacity = _DOORBELL.unpack(message)
         for descriptor in descriptors:
             inbox.take(descriptor, capacity)
             os.close(descriptor)
         if (theirs, num_bytes) != (number, len(rows)):
-            raise PeerError(
+            raise self._fault(
+                peer,
                 f"{self._name(peer)} sent {num_bytes} bytes in exchange {theirs} where {self._name(self.rank)} expects "
-                f"{len(rows)} in exchange {number}: the ranks run different steps"
+                f"{len(rows)} in exchange {number}: the ranks run different steps",
             )
         rows[:] = inbox.rows(number, num_bytes, capacity)
 
@@ -268,17 +277,23 @@ class SharedMemoryLinks:
             except TimeoutError:
                 now_s = time.monotonic()
             except OSError as error:
-                raise PeerError(f"{self._name(peer)} has gone: {error.strerror}") from error
+                raise self._fault(peer, f"{self._name(peer)} has gone: {error.strerror}") from error
             else:
                 return message, descriptors
             if int(pulse[0]) != count:
                 beat_s, count = now_s, int(pulse[0])
             if now_s - beat_s >= self.stalled_after_s:
-                raise PeerError(f"{self._name(peer)} has stalled: no sign of life in {now_s - beat_s:.1f} s")
-            if now_s - start_s >= self.timeout_s:
-                raise PeerError(
-                    f"{self._name(peer)} sent nothing to {self._name(self.rank)} in {self.timeout_s:g} s"
+                raise self._fault(
+                    peer, f"{self._name(peer)} has stalled: no sign of life in {now_s - beat_s:.1f} s"
                 )
+            if now_s - start_s >= self.timeout_s:
+                raise self._fault(
+                    peer,
+                    f"{self._name(peer)} sent nothing to {self._name(self.rank)} in {self.timeout_s:g} s",
+                )
+
+    def _fault(self, peer: int, text: str) -> PeerError:
+        return PeerError(text, rank=self.first_rank + peer)
 
     def _name(self, rank: int) -> str:
         """As messages call a rank of the group: by its place in the world."""

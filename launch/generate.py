@@ -24,14 +24,8 @@ from moe_runtime.engine.llm import LLM, RequestOutput
 from moe_runtime.engine.messages import TokenLogprobs
 from moe_runtime.engine.request import SamplingParams
 from moe_runtime.errors import CapacityError, CheckpointError, InvalidRequestError, InvarianceError
-from moe_runtime.launch.cli import (
-    EXIT_NO_FIT,
-    EXIT_OK,
-    EXIT_SELF_CHECK,
-    parse_config,
-    print_error,
-    usage_error,
-)
+from moe_runtime.exit_codes import EXIT_NO_FIT, EXIT_OK, EXIT_SELF_CHECK
+from moe_runtime.launch.cli import parse_config, print_error, usage_error
 from moe_runtime.launch.distributed import close_ranks, init_ranks
 from moe_runtime.launch.logs import setup_logging
 from moe_runtime.launch.progress import progress_bar

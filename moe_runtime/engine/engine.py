@@ -63,6 +63,7 @@ class Engine:
         self.num_generation_tokens = 0
         self.num_computed_tokens = 0
         self.last_step_ms = 0.0
+        self.last_vector = StepVector()
         self._under_way: _StepUnderWay | None = None
 
     def add_request(self, request: Request) -> None:
@@ -104,6 +105,7 @@ class Engine:
             epoch=epoch,
             drain=int(drain),
         )
+        self.last_vector = vector
         view = exchange_step(vector, self.group, self.tensor_parallel.size)
         if view.is_empty:
             return view, outputs + self._collect()

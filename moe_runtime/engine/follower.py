@@ -36,6 +36,7 @@ class Follower:
         self.num_steps = 0
         self.num_computed_tokens = 0
         self.last_step_ms = 0.0
+        self.last_vector = StepVector()
 
     def add_request(self, request: Request) -> None:
         """Refuse: requests go to the group's first rank.

@@ -97,10 +97,11 @@ class Wake(msgspec.Struct, frozen=True, tag="wake"):
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
-    """Finish what is running, then leave the loop together and exit 0; ``abort`` drops what is running."""
+    """Finish what is running, or with ``abort`` drop it, then leave the loop together and exit with ``exit_code``."""
 
     epoch: int
     abort: bool = False
+    exit_code: int = 0
 
 
 class RankStats(msgspec.Struct, frozen=True):

@@ -14,23 +14,22 @@ import socket
 import sys
 
 from moe_runtime.errors import CheckpointError
+from moe_runtime.exit_codes import EXIT_USAGE
+from moe_runtime.log_format import formatter
 from moe_runtime.server.config import ServerConfig, decode_config
 from moe_runtime.server.front_end import FrontEnd, bind_http
 
-__all__ = ["EXIT_USAGE", "main"]
-
-EXIT_USAGE = 2
+__all__ = ["main"]
 
 
 def main() -> int:
     """Run the front end. Returns the exit code."""
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=logging.INFO,
-        format="%(asctime)s %(levelname)s front-end %(name)s: %(message)s",
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter("text", "front-end"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     try:
         config = decode_config(_read_line())
+        handler.setFormatter(formatter(config.log_format, "front-end"))
         listener = bind_http(config.host, config.port)
         return asyncio.run(_run(config, listener))
     except (ValueError, OSError, CheckpointError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import logging
 import time
@@ -20,8 +21,10 @@ from moe_runtime.engine.messages import (
     SequenceOutput,
 )
 from moe_runtime.engine.request import Request
+from moe_runtime.exit_codes import EXIT_OK
 from moe_runtime.server.config import ServerConfig
 from moe_runtime.server.errors import ApiError, unavailable
+from moe_runtime.server.gang_watch import GangWatch
 from moe_runtime.server.mailbox import Mailbox
 from moe_runtime.server.rank_socket import RankSocket
 
@@ -79,9 +82,14 @@ class EngineClient:
     Args:
         config: The front end's configuration.
         on_failure: Called once, with the reason, when a rank is lost.
+
+    Attributes:
+        on_slow_step: Called for every step that takes longer than ``slow_step_s``.
+        watch: What decides who is lost.
     """
 
     def __init__(self, config: ServerConfig, *, on_failure: Callable[[str], None]) -> None:
+        self.on_slow_step: Callable[[], None] = lambda: None
         self.phase = Phase.STARTING
         self.ranks: dict[int, RankState] = {}
         self.all_gone = asyncio.Event()
@@ -89,6 +97,8 @@ class EngineClient:
         self.idle.set()
         self._config = config
         self._on_failure = on_failure
+        self._has_failed = False
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._open: dict[str, _OpenRequest] = {}
         self._reason = ""
         self._drain_message: Drain | None = None
@@ -99,6 +109,13 @@ class EngineClient:
             on_message=self._on_message,
             on_unreachable=self._on_unreachable,
             on_disconnect=self._on_disconnect,
+        )
+        self.watch = GangWatch(
+            config,
+            on_suspicion=lambda reason: self._call(self._suspect, reason),
+            on_verdict=lambda verdict: self._call(self.fail, verdict.reason),
+            on_slow_step=lambda: self._call(lambda: self.on_slow_step()),
+            on_tick=lambda: self._call(self.watch.loop_is_alive),
         )
 
     @property
@@ -112,16 +129,17 @@ class EngineClient:
         return len(self._open)
 
     async def run(self) -> None:
-        """Receive from ranks and watch their heartbeats until cancelled."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._socket.run())
-            group.create_task(self._watch_heartbeats())
+        """Receive from ranks and watch them until cancelled."""
+        self._loop = asyncio.get_running_loop()
+        self.watch.start()
+        await self._socket.run()
 
     def close(self) -> None:
-        """Let go of the socket."""
+        """Let go of the sockets."""
         if self._probe is not None:
             self._probe.cancel()
         self._socket.close()
+        self.watch.close()
 
     def unavailable_error(self) -> ApiError | None:
         """Why no request can be taken now, or None."""
@@ -135,6 +153,13 @@ class EngineClient:
                 return unavailable(self._reason, code="engine_dead")
             case _:
                 return unavailable("the server is shutting down", code="draining")
+
+    def readiness_error(self) -> ApiError | None:
+        """Why no traffic should come this way, or None. A rank that is quiet may go on, so requests are still taken."""
+        error = self.unavailable_error()
+        if error is None and self.watch.quiet:
+            error = unavailable(self.watch.quiet, code="not_ready")
+        return error
 
     def submit(self, request: Request, mailbox: Mailbox, request_idx: int) -> None:
         """Start ``request`` on the least loaded group of ranks; its outputs go to ``mailbox`` under ``request_idx``.
@@ -176,21 +201,33 @@ class EngineClient:
         if self.phase in (Phase.STARTING, Phase.SERVING):
             self.phase = Phase.DRAINING
 
-    def drain(self, *, abort: bool) -> None:
-        """Tell all ranks to leave together; ``abort`` drops what they still run."""
+    def drain(self, *, abort: bool, exit_code: int = EXIT_OK) -> None:
+        """Tell all ranks to leave together; ``abort`` drops what they still run, they exit with ``exit_code``."""
         self.phase = Phase.DRAINED
-        self._socket.send_round_to_all(lambda epoch: Drain(epoch=epoch, abort=abort))
-        self._drain_message = Drain(epoch=self._socket.epoch, abort=abort)
+        self.watch.stand_down()
+        self._socket.send_round_to_all(lambda epoch: Drain(epoch=epoch, abort=abort, exit_code=exit_code))
+        self._drain_message = Drain(epoch=self._socket.epoch, abort=abort, exit_code=exit_code)
 
     def fail(self, reason: str) -> None:
         """Turn readiness off for good and answer open requests with 503."""
-        if self.phase is Phase.FAILED:
+        if self._has_failed:
             return
-        self.phase = Phase.FAILED
-        self._reason = reason
+        self._has_failed = True
+        self._suspect(reason)
         logger.error("%s", reason)
         self.fail_open_requests(unavailable(reason, code="engine_dead"))
         self._on_failure(reason)
+
+    def _suspect(self, reason: str) -> None:
+        """Take no more requests; what is open waits for the verdict."""
+        self.phase = Phase.FAILED
+        self._reason = reason
+
+    def _call(self, function: Callable[..., None], *args: str) -> None:
+        """From the watch's thread."""
+        assert self._loop is not None, "the watch starts in run"
+        with contextlib.suppress(RuntimeError):  # the loop has ended already
+            self._loop.call_soon_threadsafe(function, *args)
 
     def _on_message(self, message: RankReady | RankReport) -> None:
         if isinstance(message, RankReady):
@@ -254,21 +291,6 @@ class EngineClient:
             return
         state.has_gone = True
         if self.phase is not Phase.DRAINED:
-            self.fail(f"rank {rank} (pid {state.pid}) has gone")
+            self.watch.report_gone(rank, state.pid)
         elif all(other.has_gone for other in self.ranks.values()):
             self.all_gone.set()
-
-    async def _watch_heartbeats(self) -> None:
-        timeout_s = self._config.heartbeat_timeout_s
-        period_s = min(0.5, timeout_s / 4)
-        last_check = time.monotonic()
-        while True:
-            await asyncio.sleep(period_s)
-            now = time.monotonic()
-            stalled_s, last_check = now - last_check - period_s, now
-            for rank, state in self.ranks.items():
-                state.last_seen += max(0.0, stalled_s)  # time in which we could not have listened
-                if now - state.last_seen > timeout_s and self.phase is not Phase.DRAINED:
-                    self.fail(
-                        f"rank {rank} (pid {state.pid}) has been silent for {now - state.last_seen:.1f} s"
-                    )

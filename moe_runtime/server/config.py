@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -47,7 +47,10 @@ class ServerConfig:
         info: Shown by ``/server_info``; its ``system_fingerprint`` goes into responses.
         zmq_host: Address to bind for the ranks, one that all of them can reach.
         drain_timeout_s: How long running requests may finish after the first SIGTERM.
-        heartbeat_timeout_s: Silence after which a rank counts as lost.
+        heartbeat_timeout_s: Silence after which a process counts as hung; see server/gang_watch.py.
+        slow_step_s: Longest time of a step that is nothing to report.
+        step_timeout_s: Time of a step after which a rank counts as hung.
+        log_format: ``text``, or ``json`` for one object a line.
         request_timeout_s: Longest time a request may take; None sets no limit.
         max_body_bytes: Largest request body.
     """
@@ -65,7 +68,10 @@ class ServerConfig:
     info: dict[str, Any] = field(default_factory=dict)
     zmq_host: str = "127.0.0.1"
     drain_timeout_s: float = 20.0
-    heartbeat_timeout_s: float = 10.0
+    heartbeat_timeout_s: float = 5.0
+    slow_step_s: float = 10.0
+    step_timeout_s: float = 120.0
+    log_format: Literal["text", "json"] = "text"
     request_timeout_s: float | None = None
     max_body_bytes: int = 8 * 2**20
 
@@ -82,8 +88,9 @@ class ServerConfig:
             raise ValueError(f"world_size ({self.world_size}) must be divisible by tp ({self.tp})")
         if self.api_key is not None and not self.api_key:
             raise ValueError("api_key must not be empty; leave it out to ask for none")
-        if self.heartbeat_timeout_s <= 0:
-            raise ValueError(f"heartbeat_timeout_s ({self.heartbeat_timeout_s}) must be positive")
+        for name in ("heartbeat_timeout_s", "slow_step_s", "step_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} ({getattr(self, name)}) must be positive")
         if self.drain_timeout_s < 0:
             raise ValueError(f"drain_timeout_s ({self.drain_timeout_s}) must not be negative")
         if self.request_timeout_s is not None and self.request_timeout_s <= 0:

@@ -73,12 +73,19 @@ def _server_info(context: Context) -> dict[str, Any]:
         "ranks": [
             {
                 **row,
+                "doing": _doing(client, row["rank"]),
                 "info": _of_rank(client, row["rank"], "info"),
                 "stats": _of_rank(client, row["rank"], "stats"),
             }
             for row in rank_rows(config, client)
         ],
     }
+
+
+def _doing(client: EngineClient, rank: int) -> str | None:
+    """What the rank's main thread does, by its last pulse."""
+    pulse = client.watch.pulses.get(rank)
+    return None if pulse is None else pulse.phase
 
 
 def _of_rank(client: EngineClient, rank: int, name: str) -> Any:

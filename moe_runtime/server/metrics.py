@@ -57,6 +57,7 @@ class Metrics:
         )
         for reason in FINISH_REASONS:
             self._finished.labels(reason)
+        self._slow_steps = self._counter("slow_steps", "Steps that took longer than slow_step_s")
         self._first_token_s = self._histogram(
             "time_to_first_token_seconds", "Time to a sequence's first token", _FIRST_TOKEN_BUCKETS_S
         )
@@ -89,6 +90,10 @@ class Metrics:
     def num_generation_tokens(self) -> int:
         """What ``generation_tokens_total`` shows."""
         return _total(self._generation_tokens)
+
+    def count_slow_step(self) -> None:
+        """A step has taken longer than ``slow_step_s``."""
+        self._slow_steps.inc()
 
     def exposition(self) -> bytes:
         """Everything, as text of type ``CONTENT_TYPE``."""

@@ -13,7 +13,7 @@ import moe_runtime.builtin
 from moe_runtime.engine.llm import LLM
 from moe_runtime.engine.request import SamplingParams
 from moe_runtime.errors import CapacityError
-from moe_runtime.launch.cli import EXIT_NO_FIT
+from moe_runtime.exit_codes import EXIT_NO_FIT
 from moe_runtime.launch.generate import main, parse_line
 
 

@@ -30,6 +30,8 @@ from moe_runtime.engine.messages import (
 )
 from moe_runtime.engine.request import Request, RequestLimits, choice_seed
 from moe_runtime.engine.routed_experts import RoutedExperts
+from moe_runtime.server.processes import ProcessId
+from moe_runtime.server.watch_messages import Pulse, encode_watch_message
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
@@ -173,6 +175,7 @@ class FakeRank:
 
     rank: int
     socket: zmq.Socket[bytes] | None = None
+    watch: zmq.Socket[bytes] | None = None
     received: list[RankMessage] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)
     last_report: float = 0.0
@@ -187,10 +190,19 @@ class FakeRank:
 
 
 class FakeRanks(threading.Thread):
-    """All ranks of a server, in one thread. ``hold`` stops generation; ``step_s`` slows it."""
+    """All ranks of a server, in one thread. ``hold`` stops generation; ``step_s`` slows it.
+
+    With ``watch_endpoint`` they send pulses, but for those that are silent.
+    """
 
     def __init__(
-        self, endpoint: str, world_size: int, *, tokens_per_step: int = 3, step_s: float = 0.0
+        self,
+        endpoint: str,
+        world_size: int,
+        *,
+        tokens_per_step: int = 3,
+        step_s: float = 0.0,
+        watch_endpoint: str | None = None,
     ) -> None:
         super().__init__(name="fake-ranks", daemon=True)
         self.ranks = [FakeRank(rank) for rank in range(world_size)]
@@ -198,6 +210,7 @@ class FakeRanks(threading.Thread):
         self.tokens_per_step = tokens_per_step
         self.step_s = step_s
         self._endpoint = endpoint
+        self._watch_endpoint = watch_endpoint
         self._stop_requested = threading.Event()
         self._to_kill: set[int] = set()
 
@@ -227,6 +240,11 @@ class FakeRanks(threading.Thread):
             rank.socket.setsockopt(zmq.IDENTITY, b"rank-%d" % rank.rank)
             rank.socket.setsockopt(zmq.LINGER, 0)
             rank.socket.connect(self._endpoint)
+            if self._watch_endpoint is not None:
+                rank.watch = context.socket(zmq.DEALER)
+                rank.watch.setsockopt(zmq.IDENTITY, b"rank-%d" % rank.rank)
+                rank.watch.setsockopt(zmq.LINGER, 0)
+                rank.watch.connect(self._watch_endpoint)
             rank.socket.send(
                 encode(
                     RankReady(
@@ -252,8 +270,9 @@ class FakeRanks(threading.Thread):
             if self.step_s and busy:
                 time.sleep(self.step_s)
         for rank in self.ranks:
-            if rank.socket is not None:
-                rank.socket.close()
+            for socket in (rank.socket, rank.watch):
+                if socket is not None:
+                    socket.close()
         context.term()
 
     def _has_left(self, rank: FakeRank) -> bool:
@@ -274,6 +293,9 @@ class FakeRanks(threading.Thread):
             epoch = rank.epochs[-1] if rank.received else 0
             stats = RankStats(num_running=len(rank.sequences), num_kv_blocks=128, num_free_kv_blocks=128)
             rank.socket.send(encode(RankReport(rank.rank, epoch, tuple(outputs), stats, rank.expert_load)))
+            if rank.watch is not None and not rank.is_silent:
+                process = ProcessId(pid=1000 + rank.rank, start_ticks=0, host="elsewhere")
+                rank.watch.send(encode_watch_message(Pulse(rank=rank.rank, process=process)))
 
     def _take(self, rank: FakeRank, message: RankMessage) -> None:
         rank.received.append(message)

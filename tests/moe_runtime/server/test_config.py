@@ -41,6 +41,8 @@ def test_anything_else_is_a_value_error(line):
         {"world_size": 3, "tp": 2},
         {"api_key": ""},
         {"heartbeat_timeout_s": 0.0},
+        {"slow_step_s": 0.0},
+        {"step_timeout_s": -1.0},
         {"drain_timeout_s": -1.0},
         {"request_timeout_s": 0.0},
         {"max_body_bytes": 0},
