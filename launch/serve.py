@@ -274,6 +274,12 @@ def _server_config(
         seed=config.engine.seed,
         drain_timeout_s=config.http.drain_timeout_s,
         heartbeat_timeout_s=config.http.heartbeat_timeout_s,
+        request_timeout_s=config.http.request_timeout_s,
+        max_num_seqs=config.engine.max_num_seqs,
+        max_queued_seqs=config.http.max_queued_seqs,
+        max_queued_tokens=config.http.max_queued_tokens,
+        max_unread_bytes=config.http.max_unread_bytes,
+        reader_timeout_s=config.http.reader_timeout_s,
         info={
             "system_fingerprint": f"fp_{plan.fingerprint}",
             "invariance": config.engine.invariance,
