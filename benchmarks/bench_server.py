@@ -3,7 +3,7 @@
     python benchmarks/bench_server.py --ranks 2 8 --output benchmarks/results/server_cpu.json
 
 Starts the server with the built-in model, and for each number of streams keeps so many open at once: as one ends the
-next begins. Times are the client's, on the same machine, whose cores all processes share; compare numbers of one run only.
+next begins. Times are the client's, on the machine whose cores all processes share; compare numbers of one run only.
 TTFT: from the request to its first event. ITL: between events of a stream. Front-end CPU is that of its process over
 the streamed tokens.
 """

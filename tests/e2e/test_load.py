@@ -22,7 +22,8 @@ LONG = {"prompt": "what news from the north, my lord? " * 60, "max_tokens": 4}
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
     """Four places, and steps so small that a long prompt takes dozens."""
-    with running_server(2, "--max-num-seqs", "2", "--max-num-batched-tokens", "16") as running:
+    flags = ("--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--max-queued-seqs", "60")
+    with running_server(2, *flags, "--request-timeout-s", "45") as running:
         yield running
 
 
@@ -71,6 +72,23 @@ def test_a_client_that_leaves_in_any_phase_leaves_nothing_behind(server: Running
             "/v1/completions", {"model": "builtin", **whole, "stream": True}, leave_after_events=3
         )
         assert len(reply.events) >= 3
+        await load_probes.wait_until_idle(client, num_tasks)
+
+    asyncio.run(run())
+
+
+def test_the_bound_on_the_queue_is_the_flag_s(server: RunningServer) -> None:
+    async def run() -> None:
+        client = load_client.LoadClient(server.url)
+        num_tasks = (await load_probes.metrics_of(client))["front_end_tasks"]
+        body = {"model": "builtin", "prompt": "x", "max_tokens": 900, "ignore_eos": True}
+        calling = asyncio.create_task(client.post("/v1/completions", {**body, "n": 60}))
+        await until(lambda: stats(server, "num_waiting") == 58)
+        refused = await client.post("/v1/completions", {**body, "n": 5})
+        assert (refused.status, refused.document["error"]["code"]) == (429, "queue_full")
+        assert "max_queued_seqs (60)" in refused.document["error"]["message"]
+        assert 1 <= int(refused.headers["retry-after"]) <= 600
+        calling.cancel()
         await load_probes.wait_until_idle(client, num_tasks)
 
     asyncio.run(run())
