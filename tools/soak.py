@@ -228,6 +228,14 @@ async def run(server: LoadServer, minutes: float, num_workers: int, seed: int) -
     }
 
 
+def _pretty(result: dict[str, Any]) -> str:
+    """JSON, the samples of a process in one line."""
+    rest = {name: value for name, value in result.items() if name != "samples_s_mib"}
+    lines = [f"  {json.dumps(name)}: {json.dumps(v)}" for name, v in result["samples_s_mib"].items()]
+    samples = ' "samples_s_mib": {\n' + ",\n".join(lines) + "\n }\n}\n"
+    return json.dumps(rest, indent=1).removesuffix("\n}") + ",\n" + samples
+
+
 def main() -> int:
     """Run and report."""
     parser = argparse.ArgumentParser(
@@ -246,7 +254,7 @@ def main() -> int:
     for name, values in result["samples_s_mib"].items():
         print(f"{name:10}", " ".join(f"{mib:.0f}" for _, mib in values))
     if options.output is not None:
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
+        options.output.write_text(_pretty(result))
     return 1 if result["faults"] else 0
 
 
