@@ -337,6 +337,12 @@ def _server_config(
         slow_step_s=config.steps.slow_step_s,
         step_timeout_s=config.steps.step_timeout_s,
         log_format=config.log_format,
+        request_timeout_s=config.http.request_timeout_s,
+        max_num_seqs=config.engine.max_num_seqs,
+        max_queued_seqs=config.http.max_queued_seqs,
+        max_queued_tokens=config.http.max_queued_tokens,
+        max_unread_bytes=config.http.max_unread_bytes,
+        reader_timeout_s=config.http.reader_timeout_s,
         info={
             "system_fingerprint": f"fp_{plan.fingerprint}",
             "invariance": config.engine.invariance,

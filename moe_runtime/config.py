@@ -31,6 +31,15 @@ class HTTPConfig:
         drain_timeout_s: Seconds that running requests may take to finish after a first SIGTERM.
         heartbeat_timeout_s: Seconds of silence after which a rank, or the front end, counts as hung and is ended, and
             all others with it.
+        request_timeout_s: Seconds that a request may take, from its queueing to its last token; over it, 504. By
+            default there is no limit.
+        max_queued_seqs: Most sequences (choices of prompts) that wait for a place among the running ones; over it, 429
+            with Retry-After.
+        max_queued_tokens: Most prompt tokens of sequences that have no output yet, while some wait; over it, 429 with
+            Retry-After.
+        max_unread_bytes: Most bytes of outputs, about, that wait for a stream's client to read; over it, the request
+            ends.
+        reader_timeout_s: Seconds after which a connection is closed whose client reads nothing of what waits for it.
     """
 
     host: str = "127.0.0.1"
@@ -41,6 +50,11 @@ class HTTPConfig:
     served_model_name: str | None = None
     drain_timeout_s: float = 20.0
     heartbeat_timeout_s: float = 5.0
+    request_timeout_s: float | None = None
+    max_queued_seqs: int = 4096
+    max_queued_tokens: int = 4 * 2**20
+    max_unread_bytes: int = 4 * 2**20
+    reader_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -58,6 +72,15 @@ class HTTPConfig:
                 f"heartbeat_timeout_s ({self.heartbeat_timeout_s}) must be at least {MIN_HEARTBEAT_TIMEOUT_S:g}: signs "
                 "of life come twice a second, and a busy machine delays them"
             )
+        for name in ("request_timeout_s", "reader_timeout_s"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name} ({value}) must be finite and positive")
+        for name in ("max_queued_seqs", "max_queued_tokens"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} ({getattr(self, name)}) must not be negative")
+        if self.max_unread_bytes < 1:
+            raise ValueError(f"max_unread_bytes ({self.max_unread_bytes}) must be at least 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

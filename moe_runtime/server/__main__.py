@@ -8,8 +8,10 @@ error.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
+import resource
 import socket
 import sys
 
@@ -21,12 +23,17 @@ from moe_runtime.server.front_end import FrontEnd, bind_http
 
 __all__ = ["main"]
 
+MIN_OPEN_FILES = 4096
+
+logger = logging.getLogger(__name__)
+
 
 def main() -> int:
     """Run the front end. Returns the exit code."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter("text", "front-end"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
+    _raise_file_limit()
     try:
         config = decode_config(_read_line())
         handler.setFormatter(formatter(config.log_format, "front-end"))
@@ -39,6 +46,16 @@ def main() -> int:
 
 async def _run(config: ServerConfig, listener: socket.socket) -> int:
     return await FrontEnd(config, listener, _announce).run()
+
+
+def _raise_file_limit() -> None:
+    """Every open connection is a file: allow as many as the system lets this process have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    if 0 <= soft < MIN_OPEN_FILES:
+        logger.warning("at most %d open files are allowed, connections among them; raise ulimit -n", soft)
 
 
 def _read_line() -> bytes:

@@ -34,6 +34,7 @@ def chat_router(context: Context) -> APIRouter:
         context.require_ready()
         body = parse_body(data, ChatBody)
         context.require_model(body.model)
+        context.require_room()
         check_stream_options(body)
         num_top = _num_top_logprobs(body)
         prompt = await chat_prompt(

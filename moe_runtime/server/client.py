@@ -22,6 +22,7 @@ from moe_runtime.engine.messages import (
 )
 from moe_runtime.engine.request import Request
 from moe_runtime.exit_codes import EXIT_OK
+from moe_runtime.server.admission import Admission
 from moe_runtime.server.config import ServerConfig
 from moe_runtime.server.errors import ApiError, unavailable
 from moe_runtime.server.gang_watch import GangWatch
@@ -74,6 +75,7 @@ class _OpenRequest:
     mailbox: Mailbox
     request_idx: int
     open_choices: set[int]
+    pending_choices: set[int]
 
 
 class EngineClient:
@@ -92,6 +94,7 @@ class EngineClient:
         self.on_slow_step: Callable[[], None] = lambda: None
         self.phase = Phase.STARTING
         self.ranks: dict[int, RankState] = {}
+        self.admission = Admission(config, self.ranks)
         self.all_gone = asyncio.Event()
         self.idle = asyncio.Event()
         self.idle.set()
@@ -174,12 +177,22 @@ class EngineClient:
         rank = min(first_ranks, key=lambda r: (self.ranks[r].num_sequences, self.ranks[r].num_tokens, r))
         choices = set(range(request.params.n))
         entry = _OpenRequest(
-            request=request, rank=rank, mailbox=mailbox, request_idx=request_idx, open_choices=choices
+            request=request,
+            rank=rank,
+            mailbox=mailbox,
+            request_idx=request_idx,
+            open_choices=choices,
+            pending_choices=set(choices),
         )
         self._open[request.request_id] = entry
         self.idle.clear()
         self._count(entry, len(choices))
+        self.admission.on_start(len(choices), len(choices) * len(request.prompt_ids))
         self._socket.send_round(rank, lambda epoch: AddRequest(epoch=epoch, request=request))
+
+    def is_open(self, request_id: str) -> bool:
+        """Whether outputs of the request are still to come."""
+        return request_id in self._open
 
     def abort(self, request_id: str, choice_idx: int | None = None) -> None:
         """Forget a request or one of its choices; nothing happens where it has ended already."""
@@ -259,11 +272,20 @@ class EngineClient:
         entry = self._open.get(output.request_id)
         if entry is None or entry.rank != rank or output.choice_idx not in entry.open_choices:
             return  # aborted meanwhile
+        self._start_choices(entry, {output.choice_idx})
         entry.mailbox.put(entry.request_idx, output)
-        if output.finish_reason is not None:
+        if output.finish_reason is not None and output.choice_idx in entry.open_choices:
             self._close_choices(entry, {output.choice_idx})
 
+    def _start_choices(self, entry: _OpenRequest, choices: set[int]) -> None:
+        num_started = len(entry.pending_choices & choices)
+        if num_started:
+            entry.pending_choices -= choices
+            self.admission.on_first_output(num_started * len(entry.request.prompt_ids))
+
     def _close_choices(self, entry: _OpenRequest, choices: set[int]) -> None:
+        self._start_choices(entry, choices)
+        self.admission.on_end(len(choices))
         entry.open_choices -= choices
         self._count(entry, -len(choices))
         if not entry.open_choices:

@@ -40,6 +40,7 @@ def completions_router(context: Context) -> APIRouter:
         context.require_ready()
         body = parse_body(data, CompletionBody)
         context.require_model(body.model)
+        context.require_room()
         check_stream_options(body)
         prompts = await completion_prompts(
             body.prompt, context.tokenizer, context.config.limits.max_total_tokens

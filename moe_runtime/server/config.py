@@ -52,6 +52,11 @@ class ServerConfig:
         step_timeout_s: Time of a step after which a rank counts as hung.
         log_format: ``text``, or ``json`` for one object a line.
         request_timeout_s: Longest time a request may take; None sets no limit.
+        max_num_seqs: Sequences that a group of ranks runs at once.
+        max_queued_seqs: Most sequences that wait for a place; see server/admission.py.
+        max_queued_tokens: Most prompt tokens of sequences without output while some wait.
+        max_unread_bytes: Most bytes of outputs, about, that wait for a stream's client to read.
+        reader_timeout_s: Longest time in which a client takes none of the bytes that wait for it.
         max_body_bytes: Largest request body.
     """
 
@@ -73,6 +78,11 @@ class ServerConfig:
     step_timeout_s: float = 120.0
     log_format: Literal["text", "json"] = "text"
     request_timeout_s: float | None = None
+    max_num_seqs: int = 64
+    max_queued_seqs: int = 4096
+    max_queued_tokens: int = 4 * 2**20
+    max_unread_bytes: int = 4 * 2**20
+    reader_timeout_s: float = 60.0
     max_body_bytes: int = 8 * 2**20
 
     def __post_init__(self) -> None:
@@ -100,8 +110,14 @@ class ServerConfig:
                 f"experts are placed on {len(self.experts.first_expert) - 1} ranks; must be on world_size "
                 f"({self.world_size})"
             )
-        if self.max_body_bytes < 1:
-            raise ValueError(f"max_body_bytes ({self.max_body_bytes}) must be at least 1")
+        if self.reader_timeout_s <= 0:
+            raise ValueError(f"reader_timeout_s ({self.reader_timeout_s}) must be positive")
+        for name in ("max_body_bytes", "max_num_seqs", "max_unread_bytes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} ({getattr(self, name)}) must be at least 1")
+        for name in ("max_queued_seqs", "max_queued_tokens"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} ({getattr(self, name)}) must not be negative")
 
     @property
     def system_fingerprint(self) -> str | None:

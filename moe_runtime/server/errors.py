@@ -3,6 +3,7 @@
 400  a bad value or bad JSON               404  unknown path or model     413  body too large
 401  missing or wrong key                  405  wrong method              500  our own fault, no details
 503  starting, draining or a lost rank (with Retry-After)                 504  request_timeout_s is over
+429  the queue is full (with Retry-After)  408  in streams: a client reads too slowly
 """
 
 from __future__ import annotations

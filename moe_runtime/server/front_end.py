@@ -37,6 +37,7 @@ from moe_runtime.server.config import ServerConfig
 from moe_runtime.server.context import Context
 from moe_runtime.server.errors import unavailable
 from moe_runtime.server.metrics import Metrics
+from moe_runtime.server.readers import StalledReaders
 
 __all__ = [
     "ABORT_GRACE_S",
@@ -122,14 +123,22 @@ class FrontEnd:
             loop.add_signal_handler(signum, self._on_signal, signum)
         threading.Thread(target=self._watch_parent, args=(loop,), name="parent-watch", daemon=True).start()
         # What the checkpoint's files get wrong is found before the parent is told to go on.
-        http_config = await self._uvicorn_config()
+        context = await self._context()
+        self._client.on_slow_step = context.metrics.count_slow_step
+        http_config = _uvicorn_config(context)
         port = self._listener.getsockname()[1]
         endpoints = {"zmq": self._client.endpoint, "watch": self._client.watch.endpoint}
         self._announce(msgspec.json.encode({**endpoints, "port": port}) + b"\n")
         receiving = asyncio.create_task(self._client.run())
         receiving.add_done_callback(self._on_receiver_end)
+        server = _HttpServer(http_config)
+        readers = StalledReaders(
+            lambda: server.server_state.connections,
+            self._config.reader_timeout_s,
+            context.metrics.count_stalled_connection,
+        )
+        watching = asyncio.create_task(readers.run())
         try:
-            server = _HttpServer(http_config)
             serving = asyncio.create_task(server.serve(sockets=[self._listener]))
             logger.info("listening on http://%s:%d", self._config.host, port)
             ends: set[asyncio.Future[Any]] = {serving, self._exit_code}
@@ -139,30 +148,20 @@ class FrontEnd:
             return self._exit_code.result() if self._exit_code.done() else EXIT_FAULT
         finally:
             receiving.cancel()
+            watching.cancel()
             if self._drain_task is not None:
                 self._drain_task.cancel()
             await asyncio.wait({receiving})
             self._client.close()
 
-    async def _uvicorn_config(self) -> uvicorn.Config:
+    async def _context(self) -> Context:
         model_dir = Path(self._config.model_dir)
-        context = Context(
+        return Context(
             config=self._config,
             client=self._client,
             tokenizer=await asyncio.to_thread(Tokenizer.from_dir, model_dir),
             metrics=Metrics(self._config, self._client.ranks),
             sampling_defaults=sampling_defaults(model_dir),
-        )
-        self._client.on_slow_step = context.metrics.count_slow_step
-        return uvicorn.Config(
-            create_app(context),
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            ws="none",
-            timeout_keep_alive=75,
-            timeout_graceful_shutdown=FLUSH_TIMEOUT_S,
         )
 
     def _exit(self, code: int) -> None:
@@ -233,6 +232,19 @@ class FrontEnd:
             self._client.watch.report_gone(0)
             # One that refuses to start goes with a goodbye, which is no fault.
             asyncio.get_running_loop().call_later(PARENT_GRACE_S, self._exit, EXIT_FAULT)
+
+
+def _uvicorn_config(context: Context) -> uvicorn.Config:
+    return uvicorn.Config(
+        create_app(context),
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        ws="none",
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=FLUSH_TIMEOUT_S,
+    )
 
 
 def _exit_hard_after(delay_s: float, code: int) -> None:

@@ -64,12 +64,12 @@ class Generation:
     """Runs the engine requests of one call; as a context manager, aborts on leaving whatever still runs."""
 
     def __init__(self, context: Context, requests: Sequence[Request]) -> None:
+        self._context = context
         self._client = context.client
         self._metrics = context.metrics
         self._requests = requests
-        self._mailbox = Mailbox()
-        self._timeout_s = context.config.request_timeout_s
-        self._deadline: float | None = None
+        self._mailbox = Mailbox(context.config.max_unread_bytes, self._on_overflow)
+        self._timer: asyncio.TimerHandle | None = None
         self._choices = {
             (i, j): _Choice(text_stream=TextStream(context.tokenizer, request.prompt_ids, request.params))
             for i, request in enumerate(requests)
@@ -83,6 +83,7 @@ class Generation:
         self._num_unfinished = len(self._choices)
 
     def __enter__(self) -> Generation:
+        self._context.require_room(self._requests)
         try:
             for index, request in enumerate(self._requests):
                 self._client.submit(request, self._mailbox, index)
@@ -91,8 +92,9 @@ class Generation:
             raise
         for choice in self._choices.values():
             choice.metrics = self._metrics.start_sequence()
-        if self._timeout_s is not None:
-            self._deadline = asyncio.get_running_loop().time() + self._timeout_s
+        timeout_s = self._context.config.request_timeout_s
+        if timeout_s is not None:
+            self._timer = asyncio.get_running_loop().call_later(timeout_s, self._on_timeout, timeout_s)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -117,28 +119,40 @@ class Generation:
         """Wait for the ranks' next outputs. May be empty.
 
         Raises:
-            ApiError: a rank is lost, the server stops, or the call has taken too long.
+            ApiError: a rank is lost, the server stops, the call has taken too long, or its client reads too slowly.
         """
-        try:
-            async with asyncio.timeout_at(self._deadline):
-                updates = await self._mailbox.take()
-        except TimeoutError:
-            raise ApiError(
-                504,
-                f"the request has taken longer than {self._timeout_s:g} s",
-                type="timeout_error",
-                code="request_timeout",
-            ) from None
+        updates = await self._mailbox.take()
         deltas = [self._advance(update) for update in self._release(updates)]
         return [delta for delta in deltas if delta is not None]
 
     def close(self) -> None:
         """Abort what still runs."""
+        if self._timer is not None:
+            self._timer.cancel()
         for request in self._requests:
             self._client.abort(request.request_id)
         for choice in self._choices.values():
             if choice.metrics is not None:
                 choice.metrics.abort()
+
+    def _on_timeout(self, timeout_s: float) -> None:
+        """End the call, whatever its handler waits for: its KV blocks are wanted by others."""
+        if not any(self._client.is_open(request.request_id) for request in self._requests):
+            return  # all has been generated; what remains is to send it
+        message = f"the request has taken longer than {timeout_s:g} s"
+        self._cut_short(ApiError(504, message, type="timeout_error", code="request_timeout"))
+
+    def _on_overflow(self) -> None:
+        message = (
+            f"more than {self._context.config.max_unread_bytes} bytes of outputs have waited to be read; "
+            "the request has been ended"
+        )
+        self._cut_short(ApiError(408, message, type="timeout_error", code="slow_reader"))
+
+    def _cut_short(self, error: ApiError) -> None:
+        self._metrics.count_cut(str(error.code))
+        self._mailbox.fail(error)
+        self.close()
 
     def _release(self, updates: list[ChoiceUpdate]) -> list[ChoiceUpdate]:
         """Hold back updates of requests whose prompt logprobs, which come first, have not arrived."""

@@ -47,6 +47,11 @@ def test_anything_else_is_a_value_error(line):
         {"request_timeout_s": 0.0},
         {"max_body_bytes": 0},
         {"experts": EXPERTS, "world_size": 3},
+        {"max_num_seqs": 0},
+        {"max_queued_seqs": -1},
+        {"max_queued_tokens": -1},
+        {"max_unread_bytes": 0},
+        {"reader_timeout_s": 0.0},
     ],
 )
 def test_bad_values_are_named(make_config, fields):

@@ -111,6 +111,7 @@ def test_state_is_that_of_the_latest_reports(make_config):
     )
     samples = shown(metrics)
     assert {key[0]: value for key, value in samples.items() if key[1:] == ("0",)} == {
+        "num_requests_open": 0,
         "num_requests_running": 3,
         "num_requests_waiting": 2,
         "kv_cache_usage_perc": 0.25,
@@ -130,6 +131,7 @@ def test_ranks_that_follow_another_have_no_series_of_a_scheduler(make_config):
             series.setdefault(name, []).append(labels[0])
     assert series.pop("steps_total") == series.pop("last_step_seconds") == ["0", "1", "2", "3"]
     assert set(series) == {
+        "num_requests_open",
         "num_requests_running",
         "num_requests_waiting",
         "kv_cache_usage_perc",
