@@ -38,10 +38,12 @@ async def read_body(request: Request, max_body_bytes: int) -> bytes:
     """The whole body.
 
     Raises:
-        ApiError: 413, it is larger than ``max_body_bytes``.
+        ApiError: 413, it is larger than ``max_body_bytes``; 415, it is said to be something else than plain JSON;
+            400, its length is given twice, or it does not arrive whole.
     """
+    _check_headers(request)
     length = request.headers.get("content-length", "")
-    claimed = int(length) if length.isdecimal() and len(length) < 20 else 0
+    claimed = int(length[:19]) if length.isdecimal() else 0
     if claimed > MAX_DISCARDED_BYTES or (claimed > max_body_bytes and "expect" in request.headers):
         raise _too_large(max_body_bytes, close=True)
     chunks: list[bytes] = []
@@ -91,6 +93,34 @@ def parse_body(data: bytes, body_type: type[_BodyT]) -> _BodyT:
         rule = _RULES.get(first["type"], _lower_first(first["msg"]))
         shown = "" if first["type"] in ("missing", "extra_forbidden") else f" ({_show(first['input'])})"
         raise InvalidRequestError(f"{param}{shown} {rule}", param=param) from None
+
+
+def _check_headers(request: Request) -> None:
+    """A body without a type is taken for JSON, so that ``curl`` can be told to send none."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type not in ("", "application/json"):
+        raise ApiError(
+            415,
+            f"Content-Type ({_show(media_type)}) must be application/json",
+            param="Content-Type",
+            code="unsupported_media_type",
+        )
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise ApiError(
+            415,
+            f"Content-Encoding ({_show(encoding)}) must be identity: bodies are not decompressed",
+            param="Content-Encoding",
+            code="unsupported_content_encoding",
+        )
+    if "content-length" in request.headers and "transfer-encoding" in request.headers:
+        raise ApiError(
+            400,
+            "Content-Length must not be sent together with Transfer-Encoding",
+            param="Content-Length",
+            code="invalid_http",
+            headers={"Connection": "close"},
+        )
 
 
 def _too_large(max_body_bytes: int, *, close: bool = False) -> ApiError:

@@ -31,6 +31,7 @@ class ServerConfig:
         drain_timeout_s: How long running requests may finish after the first SIGTERM.
         heartbeat_timeout_s: Silence after which a rank counts as lost.
         request_timeout_s: Longest time a request may take; None sets no limit.
+        read_timeout_s: Longest time from the first byte of a request to its last.
         max_body_bytes: Largest request body.
     """
 
@@ -48,6 +49,7 @@ class ServerConfig:
     drain_timeout_s: float = 20.0
     heartbeat_timeout_s: float = 10.0
     request_timeout_s: float | None = None
+    read_timeout_s: float = 60.0
     max_body_bytes: int = 8 * 2**20
 
     def __post_init__(self) -> None:
@@ -69,6 +71,8 @@ class ServerConfig:
             raise ValueError(f"drain_timeout_s ({self.drain_timeout_s}) must not be negative")
         if self.request_timeout_s is not None and self.request_timeout_s <= 0:
             raise ValueError(f"request_timeout_s ({self.request_timeout_s}) must be positive")
+        if self.read_timeout_s <= 0:
+            raise ValueError(f"read_timeout_s ({self.read_timeout_s}) must be positive")
         if self.max_body_bytes < 1:
             raise ValueError(f"max_body_bytes ({self.max_body_bytes}) must be at least 1")
 

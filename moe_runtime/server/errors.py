@@ -1,8 +1,9 @@
 """OpenAI-shaped errors: ``{"error": {"message", "type", "param", "code"}}`` with the status that fits.
 
-400  a bad value or bad JSON               404  unknown path or model     413  body too large
-401  missing or wrong key                  405  wrong method              500  our own fault, no details
-503  starting, draining or a lost rank (with Retry-After)                 504  request_timeout_s is over
+400  a bad value, bad JSON or bad HTTP     404  unknown path or model     413  body too large
+401  missing or wrong key                  405  wrong method              415  a body that is not plain JSON
+408  the request does not arrive whole     500  our own fault, no details 504  request_timeout_s is over
+503  starting, draining or a lost rank (with Retry-After)
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ from moe_runtime.server.client import EngineClient, Phase
 from moe_runtime.server.config import ServerConfig
 from moe_runtime.server.context import Context
 from moe_runtime.server.errors import unavailable
+from moe_runtime.server.http_protocol import http_protocol
 from moe_runtime.server.metrics import Metrics
 
 __all__ = [
@@ -150,6 +151,8 @@ class FrontEnd:
         )
         return uvicorn.Config(
             create_app(context),
+            http=http_protocol(self._config.read_timeout_s),
+            proxy_headers=False,
             lifespan="off",
             log_config=None,
             access_log=False,

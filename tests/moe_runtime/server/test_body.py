@@ -99,3 +99,37 @@ def test_the_place_of_a_bad_message_is_named():
     messages = [{"role": "user", "content": "a"}, {"role": "user", "content": 5}]
     with pytest.raises(InvalidRequestError, match=r"^messages\[1\].content \(5\) must be a string or a list"):
         parse_body(json.dumps({"model": "m", "messages": messages}).encode(), ChatBody)
+
+
+DOCUMENT = json.dumps({"model": "m", "prompt": "Hello", "max_tokens": 1}).encode()
+
+
+@pytest.mark.parametrize("media_type", [None, "application/json", "Application/JSON; charset=utf-8"])
+def test_a_body_is_json_by_its_type_or_without_one(server, media_type):
+    headers = {} if media_type is None else {"Content-Type": media_type}
+    response = server.http.post("/v1/completions", content=DOCUMENT, headers=headers)
+    assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "param", "code"),
+    [
+        ({"Content-Type": "text/plain"}, 415, "Content-Type", "unsupported_media_type"),
+        (
+            {"Content-Type": "application/x-www-form-urlencoded"},
+            415,
+            "Content-Type",
+            "unsupported_media_type",
+        ),
+        ({"Content-Type": "\\" + "x" * 9000}, 415, "Content-Type", "unsupported_media_type"),
+        ({"Content-Encoding": "gzip"}, 415, "Content-Encoding", "unsupported_content_encoding"),
+        ({"Transfer-Encoding": "chunked", "Content-Length": "3"}, 400, "Content-Length", "invalid_http"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+def test_what_a_body_is_said_to_be_is_checked(server, path, headers, status, param, code):
+    response = server.http.post(path, content=iter([DOCUMENT]), headers=headers)
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert (error["param"], error["code"]) == (param, code)
+    assert len(error["message"]) < 200
