@@ -30,7 +30,7 @@ class HTTPConfig:
 
     host: str = "127.0.0.1"
     port: int = 8000
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     served_model_name: str | None = None
     drain_timeout_s: float = 20.0
     heartbeat_timeout_s: float = 30.0

@@ -30,7 +30,7 @@ def create_app(context: Context) -> FastAPI:
     for build in (completions_router, chat_router, tokenization_router, info_router, health_router):
         app.include_router(build(context))
     install_error_handlers(app)
-    install_openapi(app)
+    install_openapi(app, context.config)
     if context.config.api_key is not None:
         app.add_middleware(ApiKeyMiddleware, api_key=context.config.api_key)
     return app

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,6 +18,9 @@ __all__ = ["MAX_DISCARDED_BYTES", "decode_json", "parse_body", "read_body"]
 
 # A body that is too large is read to its end up to this size: its client sees the answer, not a reset.
 MAX_DISCARDED_BYTES = 64 * 2**20
+
+# Of larger bodies that are no JSON the reason is not looked for.
+_MAX_EXPLAINED_BYTES = 2**16
 
 _BodyT = TypeVar("_BodyT", bound=BaseModel)
 
@@ -63,7 +68,7 @@ async def read_body(request: Request, max_body_bytes: int) -> bytes:
 
 
 def decode_json(data: bytes) -> Any:
-    """Strict JSON: no NaN or Infinity, no lone surrogates, no invalid UTF-8.
+    """Strict JSON: no NaN or Infinity, no lone surrogates, no invalid UTF-8. Of a name given twice the last counts.
 
     Raises:
         InvalidRequestError: it is none.
@@ -73,6 +78,10 @@ def decode_json(data: bytes) -> Any:
     except RecursionError:
         raise InvalidRequestError("the body is nested too deeply", code="invalid_json") from None
     except (msgspec.DecodeError, UnicodeError) as error:
+        field = _non_finite_field(data)
+        if field is not None:
+            rule = f"{field[0]} ({field[1]}) must be a finite number"
+            raise InvalidRequestError(rule, param=field[0], code="invalid_json") from None
         raise InvalidRequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
 
 
@@ -93,6 +102,18 @@ def parse_body(data: bytes, body_type: type[_BodyT]) -> _BodyT:
         rule = _RULES.get(first["type"], _lower_first(first["msg"]))
         shown = "" if first["type"] in ("missing", "extra_forbidden") else f" ({_show(first['input'])})"
         raise InvalidRequestError(f"{param}{shown} {rule}", param=param) from None
+
+
+def _non_finite_field(data: bytes) -> tuple[str, float] | None:
+    """The first field whose value is NaN or infinite, which Python's own parser takes and JSON has not."""
+    if len(data) > _MAX_EXPLAINED_BYTES:
+        return None
+    try:
+        fields = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    values = fields.items() if isinstance(fields, dict) else ()
+    return next(((n, v) for n, v in values if isinstance(v, float) and not math.isfinite(v)), None)
 
 
 def _check_headers(request: Request) -> None:

@@ -21,6 +21,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from moe_runtime.errors import InvalidRequestError, MoERuntimeError
 
 __all__ = [
+    "MAX_MESSAGE_CHARS",
+    "MAX_PARAM_CHARS",
     "RETRY_AFTER_S",
     "ApiError",
     "error_document",
@@ -32,6 +34,8 @@ __all__ = [
 ]
 
 RETRY_AFTER_S = 5
+MAX_MESSAGE_CHARS = 600
+MAX_PARAM_CHARS = 200
 
 logger = logging.getLogger(__name__)
 
@@ -91,15 +95,13 @@ def to_api_error(error: Exception) -> ApiError:
 
 
 def error_document(error: ApiError) -> bytes:
-    """The JSON text. Characters that UTF-8 cannot hold are replaced."""
+    """The JSON text. What the caller wrote is cut where it is long; characters that UTF-8 cannot hold are replaced."""
     body = {
-        "message": _encodable(error.message),
+        "message": _shown(error.message, MAX_MESSAGE_CHARS),
         "type": error.type,
-        "param": error.param,
+        "param": None if error.param is None else _shown(error.param, MAX_PARAM_CHARS),
         "code": error.code,
     }
-    if error.param is not None:
-        body["param"] = _encodable(error.param)
     return msgspec.json.encode({"error": body})
 
 
@@ -154,5 +156,6 @@ class _FaultMiddleware:
             await error_response(to_api_error(error))(scope, receive, send)
 
 
-def _encodable(text: str) -> str:
-    return text.encode("utf-8", "replace").decode("utf-8")
+def _shown(text: str, max_chars: int) -> str:
+    cut = text if len(text) <= max_chars else f"{text[: max_chars - 3]}..."
+    return cut.encode("utf-8", "replace").decode("utf-8")
