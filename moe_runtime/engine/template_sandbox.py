@@ -282,7 +282,7 @@ def _check_text_method(
 
 def _listed(items: Any) -> list[Any]:
     """All of an iterable, charged; what ends it is the budget."""
-    listed = []
+    listed: list[Any] = []
     for item in items:
         _budget.charge()
         _check_size(list, len(listed))

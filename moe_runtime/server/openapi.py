@@ -23,7 +23,7 @@ from moe_runtime.server.unsupported import INERT_FIELDS, NEUTRAL_VALUES
 __all__ = ["body_schema", "install_openapi"]
 
 _REF = "#/components/schemas/{model}"
-_BODIES = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
+_BODIES: tuple[type[BaseModel], ...] = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
 _EVERY_ERROR = {
     "400": "A bad value, field, JSON or HTTP: `message` holds field, value and rule, `param` the field",
     "404": "There is no such path or model",
@@ -62,13 +62,11 @@ def _document(app: FastAPI, config: ServerConfig) -> dict[str, Any]:
     document = get_openapi(
         title=app.title, version=app.version, description=app.description, routes=app.routes
     )
-    answers = {*ANSWERS.values(), *CHUNKS.values(), ErrorResponse}
+    models: dict[str, type[BaseModel]] = {}  # each once, in a fixed order
+    for model in [*_BODIES, *ANSWERS.values(), *CHUNKS.values(), ErrorResponse]:
+        models[model.__name__] = model
     _, definitions = models_json_schema(
-        [
-            *[(body, "validation") for body in _BODIES],
-            *[(answer, "validation") for answer in sorted(answers, key=lambda answer: answer.__name__)],
-        ],
-        ref_template=_REF,
+        [(model, "validation") for model in models.values()], ref_template=_REF
     )
     schemas = definitions["$defs"]
     for body in _BODIES:
@@ -165,7 +163,7 @@ def _add_limits(properties: dict[str, Any], limits: RequestLimits, model_name: s
         for branch in _branches(schema):
             branch |= rules.get(name, {}).get(branch.get("type", ""), {})
     if len(properties.get("prompt", {}).get("anyOf", ())) > 2:  # /tokenize takes a string alone
-        forms = [{"items": text}, ids, {"items": ids}]
+        forms: list[dict[str, Any]] = [{"items": text}, ids, {"items": ids}]
         lists = [{"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS, **form} for form in forms]
         properties["prompt"]["anyOf"] = [text, *lists]
 
