@@ -63,7 +63,8 @@ def _document(app: FastAPI, config: ServerConfig) -> dict[str, Any]:
         title=app.title, version=app.version, description=app.description, routes=app.routes
     )
     models: dict[str, type[BaseModel]] = {}  # each once, in a fixed order
-    for model in [*_BODIES, *ANSWERS.values(), *CHUNKS.values(), ErrorResponse]:
+    listed: list[type[BaseModel]] = [*_BODIES, *ANSWERS.values(), *CHUNKS.values(), ErrorResponse]
+    for model in listed:
         models[model.__name__] = model
     _, definitions = models_json_schema(
         [(model, "validation") for model in models.values()], ref_template=_REF

@@ -56,3 +56,7 @@ def test_bad_values_raise_with_field_value_and_rule(kind: Any, values: dict[str,
 def test_values_at_the_edges_are_taken() -> None:
     assert HTTPConfig(drain_timeout_s=0.0).drain_timeout_s == 0.0
     assert [EngineConfig(seed=seed).seed for seed in (-(2**63), 2**63 - 1)] == [-(2**63), 2**63 - 1]
+
+
+def test_the_key_is_not_printed() -> None:
+    assert "secret" not in repr(ServeConfig(http=HTTPConfig(api_key="secret")))
