@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import msgspec
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from moe_runtime.errors import InvalidRequestError
-from moe_runtime.server.errors import ApiError
+from moe_runtime.server.errors import RETRY_AFTER_S, ApiError
 from moe_runtime.server.unsupported import drop_neutral_fields
 
-__all__ = ["MAX_DISCARDED_BYTES", "decode_json", "parse_body", "read_body"]
+__all__ = ["MAX_DISCARDED_BYTES", "MAX_HELD_BYTES", "decode_json", "parse_body", "read_body"]
+
+# Of all bodies that are being read, together.
+MAX_HELD_BYTES = 256 * 2**20
 
 # A body that is too large is read to its end up to this size: its client sees the answer, not a reset.
 MAX_DISCARDED_BYTES = 64 * 2**20
@@ -44,7 +47,7 @@ async def read_body(request: Request, max_body_bytes: int) -> bytes:
 
     Raises:
         ApiError: 413, it is larger than ``max_body_bytes``; 415, it is said to be something else than plain JSON;
-            400, its length is given twice, or it does not arrive whole.
+            400, its length is given twice, or it does not arrive whole; 429, other bodies leave no room for it.
     """
     _check_headers(request)
     length = request.headers.get("content-length", "")
@@ -53,15 +56,17 @@ async def read_body(request: Request, max_body_bytes: int) -> bytes:
         raise _too_large(max_body_bytes, close=True)
     chunks: list[bytes] = []
     num_bytes = 0
-    try:
-        async for chunk in request.stream():
-            num_bytes += len(chunk)
-            if num_bytes <= max_body_bytes:
-                chunks.append(chunk)
-            elif num_bytes > MAX_DISCARDED_BYTES:
-                raise _too_large(max_body_bytes, close=True)
-    except ClientDisconnect:
-        raise ApiError(400, "the client went away before its request was complete") from None
+    with _HeldBytes() as held:
+        try:
+            async for chunk in request.stream():
+                num_bytes += len(chunk)
+                if num_bytes <= max_body_bytes:
+                    held.add(len(chunk))
+                    chunks.append(chunk)
+                elif num_bytes > MAX_DISCARDED_BYTES:
+                    raise _too_large(max_body_bytes, close=True)
+        except ClientDisconnect:
+            raise ApiError(400, "the client went away before its request was complete") from None
     if num_bytes > max_body_bytes:
         raise _too_large(max_body_bytes)
     return b"".join(chunks)
@@ -102,6 +107,32 @@ def parse_body(data: bytes, body_type: type[_BodyT]) -> _BodyT:
         rule = _RULES.get(first["type"], _lower_first(first["msg"]))
         shown = "" if first["type"] in ("missing", "extra_forbidden") else f" ({_show(first['input'])})"
         raise InvalidRequestError(f"{param}{shown} {rule}", param=param) from None
+
+
+class _HeldBytes:
+    """What one request holds of ``MAX_HELD_BYTES`` while it is being read."""
+
+    total_bytes = 0
+
+    def __enter__(self) -> Self:
+        self._own_bytes = 0
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        _HeldBytes.total_bytes -= self._own_bytes
+
+    def add(self, num_bytes: int) -> None:
+        """Raises ``ApiError`` 429 where there is no room."""
+        if _HeldBytes.total_bytes + num_bytes > MAX_HELD_BYTES:
+            raise ApiError(
+                429,
+                f"all bodies that are being read would have more than {MAX_HELD_BYTES} bytes",
+                type="overloaded_error",
+                code="too_many_bytes",
+                headers={"Retry-After": str(RETRY_AFTER_S), "Connection": "close"},
+            )
+        self._own_bytes += num_bytes
+        _HeldBytes.total_bytes += num_bytes
 
 
 def _non_finite_field(data: bytes) -> tuple[str, float] | None:

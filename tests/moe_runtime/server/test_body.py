@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
+from starlette.requests import Request
 
 from moe_runtime.errors import InvalidRequestError
-from moe_runtime.server.body import decode_json, parse_body
+from moe_runtime.server import body as body_module
+from moe_runtime.server.body import decode_json, parse_body, read_body
+from moe_runtime.server.errors import ApiError
 from moe_runtime.server.schemas import ChatBody, CompletionBody
 
 MALFORMED = [
@@ -133,3 +137,38 @@ def test_what_a_body_is_said_to_be_is_checked(server, path, headers, status, par
     error = response.json()["error"]
     assert (error["param"], error["code"]) == (param, code)
     assert len(error["message"]) < 200
+
+
+def test_bodies_that_are_being_read_share_a_bound(monkeypatch):
+    monkeypatch.setattr(body_module, "MAX_HELD_BYTES", 25)
+
+    async def run() -> None:
+        gate = asyncio.Event()
+
+        def request(num_chunks: int, *, waits: bool) -> Request:
+            left = [num_chunks]
+
+            async def receive() -> dict[str, object]:
+                left[0] -= 1
+                if waits and not left[0]:
+                    await gate.wait()
+                return {"type": "http.request", "body": b"x" * 10, "more_body": left[0] > 0}
+
+            return Request({"type": "http", "method": "POST", "headers": []}, receive)
+
+        first = asyncio.create_task(read_body(request(2, waits=True), 100))
+        await asyncio.sleep(0)
+        assert await read_body(request(1, waits=False), 100) == b"x" * 10
+        with pytest.raises(ApiError) as raised:
+            await read_body(request(2, waits=False), 100)
+        assert (raised.value.status, raised.value.code) == (429, "too_many_bytes")
+        assert int(raised.value.headers["Retry-After"]) > 0
+        gate.set()
+        assert await first == b"x" * 20
+        assert await read_body(request(2, waits=False), 100) == b"x" * 20
+
+    asyncio.run(run())
+
+
+def test_of_a_name_given_twice_the_last_counts():
+    assert parse_body(b'{"model": "a", "prompt": "x", "model": "b"}', CompletionBody).model == "b"
