@@ -212,7 +212,7 @@ def check_guidellm(folder: Path, options: argparse.Namespace) -> str:
             *("--backend", f"kind=openai_http,target={server.url},model=builtin"),
             *("--profile", "kind=concurrent,streams=4"),
             *("--constraint", f"kind=max_requests,count={NUM_LOAD_REQUESTS}"),
-            *("--tokenizer", f"kind=huggingface_auto,source={BUILTIN}"),
+            *("--tokenizer", f"kind=huggingface_auto,model={BUILTIN}"),
             *("--data", f"kind=synthetic_text,prompt_tokens=32,output_tokens={NUM_LOAD_TOKENS}"),
             *("--output", f"kind=json,path={folder / 'report.json'}"),
         )

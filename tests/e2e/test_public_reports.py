@@ -171,12 +171,12 @@ def test_a_bias_for_an_id_that_is_none_is_refused(http) -> None:
 
 def test_ignore_eos_runs_to_the_end(http) -> None:
     """SA-20"""
-    fields = {"prompt": "x", "max_tokens": 300, "temperature": 1.0}
-    seeds = range(12)
-    ended = [seed for seed in seeds if complete(http, **fields, seed=seed)[0]["finish_reason"] == "stop"]
-    assert ended, "no seed ends early: the test shows nothing"
-    [choice] = complete(http, **fields, seed=ended[0], ignore_eos=True, return_token_ids=True)
-    assert (len(choice["token_ids"]), choice["finish_reason"]) == (300, "length")
+    fields = {**SAMPLED, "max_tokens": 40, "temperature": 2.0}
+    choices = complete(http, **fields, n=64, seed=1)
+    ended = [choice["seed"] for choice in choices if choice["finish_reason"] == "stop"]
+    assert ended, "no choice ends early: the test shows nothing"
+    [choice] = complete(http, **fields, seed=ended[0], ignore_eos=True)
+    assert (len(choice["token_ids"]), choice["finish_reason"]) == (40, "length")
 
 
 def test_a_stop_string_over_several_tokens_is_cut_exactly(http, tokenizer) -> None:
