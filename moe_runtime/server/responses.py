@@ -239,7 +239,7 @@ class ServerInfo(_Answer):
     version: str
     phase: str
     world_size: int
-    limits: dict[str, int]
+    limits: dict[str, Any]
     num_open_requests: int
     ranks: list[dict[str, Any]]
 
