@@ -170,7 +170,10 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             args = (_Counted(args[0]), *args[1:])
         _check_arguments(args, kwargs)
         method = getattr(obj, "__wrapped__", obj)  # the sandbox wraps str.format
-        if isinstance(method, types.BuiltinMethodType) and isinstance(method.__self__, str):
+        # Text is str, or what the filter ``safe`` makes of it, whose methods are Python's.
+        if isinstance(method, types.BuiltinMethodType | types.MethodType) and isinstance(
+            method.__self__, str
+        ):
             args = _check_text_method(method.__self__, method.__name__, args, kwargs)
         return _checked(super().call(context, obj, *args, **kwargs))
 
@@ -293,7 +296,7 @@ def _listed(items: Any) -> list[Any]:
 def _check_format(pattern: object, values: object) -> None:
     if not isinstance(pattern, str):
         return
-    if re.search(r"\d{6}|\*|:[^}]*{", pattern):
+    if re.search(r"\d{6}|\*|:[^}:]*{", pattern):
         raise jinja2.exceptions.SecurityError(
             "it formats with a width of six or more digits, or a computed one"
         )

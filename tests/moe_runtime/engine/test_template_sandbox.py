@@ -106,6 +106,12 @@ HUGE = [
     GROW + "{{ ('{a}' * 9999).format_map({'a': n.s}) }}",
     GROW + "{{ ('%s' * 9999) | format(n.s) }}",
     GROW + "{{ 'a'.translate({97: n.s}) }}",
+    GROW + "{{ (n.s | safe).join(['a'] * 99999) }}",
+    GROW + "{{ (('a' * 9999) | safe).replace('a', n.s) }}",
+    GROW + "{{ (('{a}' * 9999) | safe).format(a=n.s) }}",
+    GROW + "{{ (('\\t' * 999999) | safe).expandtabs(999999) }}",
+    GROW + "{{ (('%s' * 9999) | safe) % ([n.s] * 9999) }}",
+    "{{ (':' * 2000000).format() ~ (':' * 2000000).format() }}",
     GROW + "{{ [n.s] * 999 }}",
     GROW
     + "{% set l = namespace(l=[]) %}{% for i in range(9999) %}{% set l.l = l.l + [n.s ~ i] %}{% endfor %}",

@@ -26,7 +26,7 @@ from tests.moe_runtime.server.fake_rank import LIMITS, NAN_ID
 
 BACKENDS = {"byte_level": byte_level_backend, "sentencepiece": sentencepiece_backend}
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
-FEW = settings(max_examples=60, deadline=None)
+FEW = settings(max_examples=40, deadline=None)
 
 
 @pytest.fixture(scope="module", params=sorted(BACKENDS))
