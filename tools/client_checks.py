@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -74,6 +75,7 @@ def main() -> int:
         "lm-eval": check_lm_eval,
         "guidellm": check_guidellm,
     }
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers are ended
     unknown = set(options.checks) - set(checks)
     if unknown:
         parser.error(f"checks ({sorted(unknown)[0]}) must be of {', '.join(checks)}")
