@@ -38,7 +38,7 @@ def create_app(context: Context) -> FastAPI:
     ):
         app.include_router(build(context))
     install_error_handlers(app)
-    install_openapi(app)
+    install_openapi(app, context.config)
     if context.config.api_key is not None:
         app.add_middleware(ApiKeyMiddleware, api_key=context.config.api_key)
     return app

@@ -57,6 +57,7 @@ class ServerConfig:
         max_queued_tokens: Most prompt tokens of sequences without output while some wait.
         max_unread_bytes: Most bytes of outputs, about, that wait for a stream's client to read.
         reader_timeout_s: Longest time in which a client takes none of the bytes that wait for it.
+        read_timeout_s: Longest time from the first byte of a request to its last.
         max_body_bytes: Largest request body.
     """
 
@@ -83,6 +84,7 @@ class ServerConfig:
     max_queued_tokens: int = 4 * 2**20
     max_unread_bytes: int = 4 * 2**20
     reader_timeout_s: float = 60.0
+    read_timeout_s: float = 60.0
     max_body_bytes: int = 8 * 2**20
 
     def __post_init__(self) -> None:
@@ -118,6 +120,8 @@ class ServerConfig:
         for name in ("max_queued_seqs", "max_queued_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} ({getattr(self, name)}) must not be negative")
+        if self.read_timeout_s <= 0:
+            raise ValueError(f"read_timeout_s ({self.read_timeout_s}) must be positive")
 
     @property
     def system_fingerprint(self) -> str | None:

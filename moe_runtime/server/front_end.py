@@ -36,6 +36,7 @@ from moe_runtime.server.client import EngineClient, Phase
 from moe_runtime.server.config import ServerConfig
 from moe_runtime.server.context import Context
 from moe_runtime.server.errors import unavailable
+from moe_runtime.server.http_protocol import http_protocol
 from moe_runtime.server.metrics import Metrics
 from moe_runtime.server.readers import StalledReaders
 
@@ -237,6 +238,8 @@ class FrontEnd:
 def _uvicorn_config(context: Context) -> uvicorn.Config:
     return uvicorn.Config(
         create_app(context),
+        http=http_protocol(context.config.read_timeout_s),
+        proxy_headers=False,
         lifespan="off",
         log_config=None,
         access_log=False,

@@ -99,8 +99,8 @@ async def chat_prompt(
         )
         return Prompt(param="messages", ids=tuple(ids), text=text)
 
-    num_chars = sum(len(message.content) for message in messages) + 64 * len(messages)
-    return render() if num_chars <= MAX_INLINE_CHARS else await asyncio.to_thread(render)
+    # Always in a thread: the template is a stranger's program, and may take all the time that it is allowed.
+    return await asyncio.to_thread(render)
 
 
 def _plain(message: ChatMessage) -> dict[str, str]:

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,12 +24,6 @@ pytestmark = pytest.mark.xdist_group("servers")
 
 PROMPT = "HAMLET\nWhat a piece of work is"
 BODY = {"prompt": PROMPT, "max_tokens": 24, "seed": 7, "logprobs": 5, "temperature": 0.9}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    with running_server(2, "--max-num-batched-tokens", "128", "--max-num-seqs", "32") as running:
-        yield running
 
 
 def _answer(response: dict[str, object]) -> str:

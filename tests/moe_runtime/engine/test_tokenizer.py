@@ -146,6 +146,24 @@ def test_decode_equals_the_library_where_bytes_are_valid(kind, data, skip):
     assert tokenizer_of(kind).decode(ids, skip_special_tokens=skip) == expected
 
 
+@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
+@given(data=st.data(), skip=st.booleans())
+@FAST
+def test_steps_are_those_of_the_library_s_stream_or_sooner(kind, data, skip):
+    """Sooner, because the library's looks at text and not at bytes; where characters are whole both say the same."""
+    backend, tokenizer = backend_of(kind), tokenizer_of(kind)
+    texts = st.lists(st.sampled_from([SAMPLE, FAMILY, CJK, " the", "caf\u00e9", "a"]), min_size=1, max_size=5)
+    ids = backend.encode("x" + "".join(data.draw(texts)), add_special_tokens=False).ids
+    theirs = decoders.DecodeStream(skip_special_tokens=skip)
+    ours = tokenizer.decoder(skip_special_tokens=skip)
+    said, said_by_library = "", ""
+    for token_id in ids:
+        said += ours.step(token_id)
+        said_by_library += theirs.step(backend, token_id) or ""
+        assert said.startswith(said_by_library)
+    assert said == said_by_library
+
+
 @pytest.mark.parametrize("kind", sorted(BACKENDS))
 @given(data=st.data(), skip=st.booleans())
 @FAST

@@ -28,7 +28,7 @@ ERRORS = [
     ("POST", "/v1/completions", b"", 400, None, "invalid_json"),
     ("POST", "/v1/completions", b"{", 400, None, "invalid_json"),
     ("POST", "/v1/completions", b"[" * 100_000, 400, None, "invalid_json"),
-    ("POST", "/v1/completions", b'{"model": "m", "prompt": NaN}', 400, None, "invalid_json"),
+    ("POST", "/v1/completions", b'{"model": "m", "prompt": NaN}', 400, "prompt", "invalid_json"),
     ("POST", "/v1/completions", b'{"model": "m", "prompt": "\\ud800"}', 400, None, "invalid_json"),
     ("POST", "/v1/completions", b'{"model": "m", "prompt": "\xff"}', 400, None, "invalid_json"),
     ("POST", "/v1/completions", b"[]", 400, None, None),
