@@ -14,6 +14,7 @@ import tyro
 
 from moe_runtime.config import AuditConfig, GenerateConfig, ServeConfig
 from moe_runtime.env import from_environment, variables_of
+from moe_runtime.launch.environment import likely_rank
 from moe_runtime.verify.config import CheckConfig
 
 __all__ = [
@@ -92,7 +93,7 @@ def print_error(message: str) -> None:
 
 
 def _rank() -> str:
-    return os.environ.get("RANK", "0")
+    return str(likely_rank(os.environ))
 
 
 def _in_one_line(parse: Callable[[], _Config]) -> _Config:

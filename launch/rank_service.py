@@ -66,6 +66,8 @@ class RankService:
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 1000)
+        if "[" in endpoint:
+            self._socket.setsockopt(zmq.IPV6, 1)
         self._monitor = self._socket.get_monitor_socket(
             # Refused counts, too: the front end listens before a rank is told its address.
             zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
