@@ -1,11 +1,11 @@
 """Who this process is among the ranks, from what its launcher has set; the one module that decides.
 
-source      looked for                           rank, world                        rendezvous
-torchrun    RANK                                 RANK, WORLD_SIZE                   MASTER_ADDR, MASTER_PORT; its own store
-variables   RANK without TORCHELASTIC_RUN_ID     the same                           the same; rank 0 listens there
-SLURM       SLURM_STEP_NODELIST (inside srun)    SLURM_PROCID, SLURM_STEP_NUM_TASKS first host; loopback if the only one
-LWS         LWS_GROUP_SIZE                       LWS_WORKER_INDEX, LWS_GROUP_SIZE   LWS_LEADER_ADDRESS
-alone       none of these                        0, 1
+source     looked for                        rank, world                         rendezvous
+torchrun   RANK                              RANK, WORLD_SIZE                    MASTER_ADDR, MASTER_PORT; its own store
+variables  RANK, not TORCHELASTIC_RUN_ID     the same                            the same; rank 0 listens there
+SLURM      SLURM_STEP_NODELIST (in srun)     SLURM_PROCID, SLURM_STEP_NUM_TASKS  first host; loopback if the only one
+LWS        LWS_GROUP_SIZE                    LWS_WORKER_INDEX, LWS_GROUP_SIZE    LWS_LEADER_ADDRESS
+alone      none of these                     0, 1
 
 The first that is there counts; torchrun inside a SLURM step or inside a pod of a LeaderWorkerSet starts several ranks
 in each. Under SLURM and LWS, MASTER_ADDR and MASTER_PORT replace the address and the port where they are set.
@@ -18,11 +18,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["RankEnvironment", "expand_hosts", "likely_rank", "read_environment"]
+__all__ = ["RankEnvironment", "Source", "expand_hosts", "likely_rank", "read_environment"]
 
 LWS_PORT = 29500
 SLURM_FIRST_PORT = 20000
 SLURM_NUM_PORTS = 10000
+
+Source = Literal["alone", "torchrun", "variables", "SLURM", "LWS"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +51,7 @@ class RankEnvironment:
     port: int = 0
     has_store: bool = False
     interface: str = ""
-    source: Literal["alone", "torchrun", "variables", "SLURM", "LWS"] = "alone"
+    source: Source = "alone"
 
     def __post_init__(self) -> None:
         names = _NAMES[self.source]
@@ -60,9 +62,7 @@ class RankEnvironment:
             if not 0 <= value < size:
                 raise ValueError(f"{name} ({value}) must be in [0, {size_name}) with {size_name} ({size})")
         if self.local_size > self.size:
-            raise ValueError(
-                f"{names[3]} ({self.local_size}) must be at most {names[1]} ({self.size})"
-            )
+            raise ValueError(f"{names[3]} ({self.local_size}) must be at most {names[1]} ({self.size})")
         if self.size > 1 and not 0 < self.port < 65536:
             raise ValueError(f"MASTER_PORT ({self.port}) must be in [1, 65535]")
 
@@ -92,7 +92,8 @@ def read_environment(environ: Mapping[str, str]) -> RankEnvironment:
     in_step, in_group = "SLURM_STEP_NODELIST" in environ, "LWS_GROUP_SIZE" in environ
     if in_step and in_group:
         raise ValueError(
-            "SLURM_STEP_NODELIST and LWS_GROUP_SIZE are both set: start ranks with srun or in a LeaderWorkerSet, not both"
+            "SLURM_STEP_NODELIST and LWS_GROUP_SIZE must not both be set: start ranks with srun or in a "
+            "LeaderWorkerSet"
         )
     if in_step:
         return _from_slurm(environ)
@@ -145,8 +146,10 @@ def _from_variables(environ: Mapping[str, str]) -> RankEnvironment:
     is_torchrun = "TORCHELASTIC_RUN_ID" in environ
     hint = "torchrun sets it"
     rank, size = _integer(environ, "RANK", hint), _integer(environ, "WORLD_SIZE", hint)
+    source: Source = "torchrun" if is_torchrun else "variables"
+    RankEnvironment(rank=rank, size=size, port=1, source=source)  # their own fault before that of others
     if size == 1:
-        return RankEnvironment(rank=rank, size=size, source="torchrun" if is_torchrun else "variables")
+        return RankEnvironment(source=source)
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not environ.get(name):
             raise ValueError(f"{name} must be set where WORLD_SIZE ({size}) is above 1; {hint}")
@@ -159,7 +162,7 @@ def _from_variables(environ: Mapping[str, str]) -> RankEnvironment:
         port=_integer(environ, "MASTER_PORT", hint),
         has_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         interface=environ.get("GLOO_SOCKET_IFNAME", ""),
-        source="torchrun" if is_torchrun else "variables",
+        source=source,
     )
     if "LWS_GROUP_SIZE" in environ:
         _check_group(environ, place)
@@ -188,7 +191,8 @@ def _check_step(place: RankEnvironment, step: RankEnvironment) -> None:
     if (place.rank, place.size, place.local_rank) != (step.rank, step.size, step.local_rank):
         raise ValueError(
             f"RANK, WORLD_SIZE and LOCAL_RANK ({place.rank}, {place.size}, {place.local_rank}) must be SLURM_PROCID, "
-            f"SLURM_STEP_NUM_TASKS and SLURM_LOCALID ({step.rank}, {step.size}, {step.local_rank}); leave the first three out"
+            f"SLURM_STEP_NUM_TASKS and SLURM_LOCALID ({step.rank}, {step.size}, {step.local_rank}); leave the first "
+            "three out"
         )
 
 
@@ -228,11 +232,14 @@ def _tasks_per_node(environ: Mapping[str, str], num_hosts: int) -> list[int]:
     for piece in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", piece)
         if match is None:
-            raise ValueError(f"SLURM_STEP_TASKS_PER_NODE ({text!r}) must be counts such as 4(x2),3; srun sets it")
+            raise ValueError(
+                f"SLURM_STEP_TASKS_PER_NODE ({text!r}) must be counts such as 4(x2),3; srun sets it"
+            )
         counts += [int(match[1])] * int(match[2] or 1)
     if len(counts) != num_hosts:
         raise ValueError(
-            f"SLURM_STEP_TASKS_PER_NODE ({text}) must have a count for each of the {num_hosts} hosts of SLURM_STEP_NODELIST"
+            f"SLURM_STEP_TASKS_PER_NODE ({text}) must have a count for each of the {num_hosts} hosts of "
+            "SLURM_STEP_NODELIST"
         )
     return counts
 

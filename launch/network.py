@@ -23,7 +23,9 @@ def address_of(interface: str) -> str:
     """
     names = [name for _, name in socket.if_nameindex()]
     if interface not in names:
-        raise ValueError(f"GLOO_SOCKET_IFNAME ({interface}) must be an interface of this host: {', '.join(names)}")
+        raise ValueError(
+            f"GLOO_SOCKET_IFNAME ({interface}) must be an interface of this host: {', '.join(names)}"
+        )
     addresses = _addresses(interface)
     if not addresses:
         raise ValueError(f"GLOO_SOCKET_IFNAME ({interface}) must have an address; it has none")
@@ -48,7 +50,9 @@ def address_towards(host: str, port: int, *, timeout_s: float = 0.0) -> str:
             break
         except socket.gaierror as error:
             if time.monotonic() >= end_s:
-                raise ValueError(f"MASTER_ADDR ({host}) must be a host that is known here: {error.strerror}") from None
+                raise ValueError(
+                    f"MASTER_ADDR ({host}) must be a host that is known here: {error.strerror}"
+                ) from None
         time.sleep(POLL_S)
     fault = ""
     for family, kind, protocol, _, target in found:
@@ -73,7 +77,9 @@ def interface_with(address: str) -> str:
             return name
     if ipaddress.ip_address(address).is_loopback:
         return "lo"
-    raise ValueError(f"no interface of this host has {address} as its first address: name one in GLOO_SOCKET_IFNAME")
+    raise ValueError(
+        f"no interface of this host has {address} as its first address: name one in GLOO_SOCKET_IFNAME"
+    )
 
 
 def _addresses(interface: str) -> list[str]:

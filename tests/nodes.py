@@ -50,7 +50,15 @@ class Node:
     def torchrun(self, num_ranks: int, *arguments: str) -> subprocess.Popen[str]:
         """Start this node's part of two-node ranks, in a session of its own; both outputs in one pipe."""
         command = ["ip", "netns", "exec", self.namespace, "sh", "-c", IN_NODE, str(self._boot_id)]
-        command += [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(self.idx)]
+        command += [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nnodes",
+            "2",
+            "--node-rank",
+            str(self.idx),
+        ]
         command += ["--master-addr", "198.18.0.1", "--master-port", str(PORT)]
         command += ["--nproc-per-node", str(num_ranks), *arguments]
         return subprocess.Popen(
@@ -86,7 +94,9 @@ class Node:
 
     def pids(self) -> list[int]:
         """Processes in this node."""
-        text = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=True)
+        text = subprocess.run(
+            ["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=True
+        )
         return [int(line) for line in text.stdout.split()]
 
     def kill(self) -> None:
@@ -140,7 +150,17 @@ def two_nodes(folder: Path) -> Iterator[tuple[Node, Node]]:
                 _ip("-n", node.namespace, "addr", "add", f"{node.address}/24", "dev", INTERFACE)
                 _ip("-n", node.namespace, "link", "set", INTERFACE, "up")
                 _ip("-n", node.namespace, "link", "set", "lo", "up")
-                probe = ["ip", "netns", "exec", node.namespace, "sh", "-c", IN_NODE, str(node._boot_id), "true"]
+                probe = [
+                    "ip",
+                    "netns",
+                    "exec",
+                    node.namespace,
+                    "sh",
+                    "-c",
+                    IN_NODE,
+                    str(node._boot_id),
+                    "true",
+                ]
                 subprocess.run(probe, check=True, capture_output=True, text=True)
         except subprocess.CalledProcessError as error:
             pytest.skip(f"network namespaces cannot be made here: {error.stderr.strip()}")

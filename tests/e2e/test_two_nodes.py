@@ -147,7 +147,10 @@ def test_a_node_that_dies_ends_the_other_and_its_requests(server: TwoNodeServer)
 
     def stream() -> list[str]:
         lines = []
-        with contextlib.suppress(httpx.HTTPError), httpx.stream("POST", url, json=body, timeout=60) as response:
+        with (
+            contextlib.suppress(httpx.HTTPError),
+            httpx.stream("POST", url, json=body, timeout=60) as response,
+        ):
             for line in response.iter_lines():
                 lines.append(line)
                 if len(lines) == 1:
