@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import shutil
 import signal
@@ -21,14 +22,16 @@ from typing import TypeVar
 
 import pytest
 
-__all__ = ["INTERFACE", "PORT", "Node", "two_nodes"]
+__all__ = ["ADDRESSES", "Node", "two_nodes"]
 
 INTERFACE = "eth7"
+ADDRESSES = ("198.18.0.1", "198.18.0.2")
 PORT = 29500
 CLONE_NEWNET = 0x40000000
 # The mount is seen by the node's processes alone: `ip netns exec` gives them mounts of their own.
 IN_NODE = 'mount --bind "$0" /proc/sys/kernel/random/boot_id && exec "$@"'
 
+_numbers = itertools.count()
 _Result = TypeVar("_Result")
 
 
@@ -42,15 +45,26 @@ class Node:
 
     def __init__(self, idx: int, folder: Path) -> None:
         self.idx = idx
-        self.address = f"198.18.0.{idx + 1}"
-        self.namespace = f"moe{os.getpid()}-{idx}"
+        self.address = ADDRESSES[idx]
+        self.namespace = f"moe{os.getpid()}-{next(_numbers)}"
         self._boot_id = folder / f"boot_id_{idx}"
         self._boot_id.write_text(f"{uuid.UUID(int=idx + 1)}\n")
 
+    def start(self, *command: str, **variables: str) -> subprocess.Popen[str]:
+        """Start a command in a session of its own; both outputs in one pipe."""
+        in_node = ["ip", "netns", "exec", self.namespace, "sh", "-c", IN_NODE, str(self._boot_id)]
+        return subprocess.Popen(
+            [*in_node, *command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | variables,
+            start_new_session=True,
+        )
+
     def torchrun(self, num_ranks: int, *arguments: str) -> subprocess.Popen[str]:
-        """Start this node's part of two-node ranks, in a session of its own; both outputs in one pipe."""
-        command = ["ip", "netns", "exec", self.namespace, "sh", "-c", IN_NODE, str(self._boot_id)]
-        command += [
+        """Start this node's part of two-node ranks."""
+        command = [
             sys.executable,
             "-m",
             "torch.distributed.run",
@@ -59,16 +73,8 @@ class Node:
             "--node-rank",
             str(self.idx),
         ]
-        command += ["--master-addr", "198.18.0.1", "--master-port", str(PORT)]
-        command += ["--nproc-per-node", str(num_ranks), *arguments]
-        return subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            start_new_session=True,
-        )
+        command += ["--master-addr", ADDRESSES[0], "--master-port", str(PORT)]
+        return self.start(*command, "--nproc-per-node", str(num_ranks), *arguments)
 
     def call(self, function: Callable[[], _Result]) -> _Result:
         """``function()`` in a thread whose sockets are this node's."""

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import pytest
 
 from moe_runtime import LLM, SamplingParams
 from moe_runtime.kernels.schedules import Control, control
-from tests.nodes import Node, two_nodes
+from tests.nodes import ADDRESSES, Node, two_nodes
 
 pytestmark = pytest.mark.xdist_group("servers")
 
@@ -165,6 +165,35 @@ def test_a_node_that_dies_ends_the_other_and_its_requests(server: TwoNodeServer)
     took_s = time.monotonic() - start_s
     assert took_s < 20, f"{took_s:.1f} s"
     assert first.pids() == []
+
+
+def _srun(node: Node) -> dict[str, str]:
+    return {
+        "SLURM_JOB_ID": "4242", "SLURM_STEP_ID": "0", "SLURM_PROCID": str(node.idx), "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_LOCALID": "0", "SLURM_NODEID": str(node.idx), "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+        "SLURM_STEP_NODELIST": "198.18.0.[1-2]",
+    }  # fmt: skip
+
+
+def _leader_worker_set(node: Node) -> dict[str, str]:
+    return {"LWS_LEADER_ADDRESS": ADDRESSES[0], "LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": str(node.idx)}
+
+
+@pytest.mark.parametrize("variables", [_srun, _leader_worker_set])
+def test_ranks_of_srun_and_of_a_leader_worker_set_meet_across_nodes(
+    variables: Callable[[Node], dict[str, str]], tmp_path: Path
+) -> None:
+    lines = [json.dumps({"prompt": prompt, **PARAMS}) for prompt in PROMPTS]
+    (tmp_path / "prompts").write_text("\n".join(lines))
+    command = [sys.executable, "-m", "moe_runtime.generate", "--device", "cpu"]
+    command += ["--input", str(tmp_path / "prompts"), "--output", str(tmp_path / "results")]
+    with two_nodes(tmp_path) as nodes:
+        processes = [node.start(*command, **variables(node)) for node in nodes]
+        texts = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(texts)
+    results = [json.loads(line)["choices"][0] for line in (tmp_path / "results").read_text().splitlines()]
+    found = [(choice["token_ids"], [entry["logprob"] for entry in choice["logprobs"]]) for choice in results]
+    assert found == _offline(LLM())
 
 
 @pytest.mark.slow
