@@ -179,7 +179,7 @@ def _leader_worker_set(node: Node) -> dict[str, str]:
     return {"LWS_LEADER_ADDRESS": ADDRESSES[0], "LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": str(node.idx)}
 
 
-@pytest.mark.parametrize("variables", [_srun, _leader_worker_set])
+@pytest.mark.parametrize("variables", [_srun, pytest.param(_leader_worker_set, marks=pytest.mark.slow)])
 def test_ranks_of_srun_and_of_a_leader_worker_set_meet_across_nodes(
     variables: Callable[[Node], dict[str, str]], tmp_path: Path
 ) -> None:
