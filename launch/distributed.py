@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -90,10 +90,10 @@ def close_ranks(group: RankGroup, tensor_parallel: TensorParallel | None = None)
         dist.destroy_process_group()
 
 
-def _meet(place: RankEnvironment) -> dist.Store:
+def _meet(place: RankEnvironment) -> Any:
     """The store through which ranks find each other; rank 0 offers it where the launcher does not."""
     listener = _listen(place) if place.rank == 0 and not place.has_store else None
-    return dist.TCPStore(
+    return dist.TCPStore(  # type: ignore[attr-defined]  # its stub leaves the name out
         place.address,
         place.port,
         place.size,
