@@ -167,6 +167,41 @@ def test_a_node_that_dies_ends_the_other_and_its_requests(server: TwoNodeServer)
     assert first.pids() == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("is_busy", [False, True], ids=["idle", "busy"])
+def test_a_cut_wire_ends_both_nodes(is_busy: bool, tmp_path: Path) -> None:
+    """No socket closes and no packet comes back: both sides notice the silence, in the middle of a step too."""
+    with two_nodes(tmp_path) as nodes:
+        server = TwoNodeServer(nodes)
+        try:
+            server.wait_ready()
+            body = {"model": "builtin", "prompt": "x", "max_tokens": 900, "ignore_eos": True, "stream": True}
+            url = f"http://127.0.0.1:{server.port}/v1/completions"
+            lines: list[str] = []
+
+            def stream() -> None:
+                options = {"json": body, "timeout": 60}
+                with contextlib.suppress(httpx.HTTPError), httpx.stream("POST", url, **options) as response:
+                    for line in response.iter_lines():
+                        lines.append(line)
+                        if len(lines) == 1:
+                            nodes[1].cut()
+
+            start_s = time.monotonic()
+            if is_busy:
+                nodes[0].call(stream)
+                assert lines
+                assert "data: [DONE]" not in lines
+            else:
+                nodes[1].cut()
+            for process in server.processes:
+                assert process.wait(60) != 0
+            assert time.monotonic() - start_s < 20
+            assert [node.pids() for node in nodes] == [[], []]
+        finally:
+            server.close()
+
+
 def _srun(node: Node) -> dict[str, str]:
     return {
         "SLURM_JOB_ID": "4242", "SLURM_STEP_ID": "0", "SLURM_PROCID": str(node.idx), "SLURM_STEP_NUM_TASKS": "2",
