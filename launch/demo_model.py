@@ -22,7 +22,7 @@ import tyro
 from safetensors.torch import save_file
 
 from moe_runtime.errors import CheckpointError
-from moe_runtime.launch.cli import EXIT_OK, parse_config, usage_error
+from moe_runtime.launch.cli import parse_config, usage_error
 from moe_runtime.launch.progress import progress_bar
 from moe_runtime.models.gguf_llama import GgufLlama
 from moe_runtime.models.upcycling import to_bfloat16, upcycled_layer
@@ -72,7 +72,7 @@ def main(args: Sequence[str] | None = None) -> int:
     except (CheckpointError, ValueError, OSError) as error:
         usage_error(str(error))
     print(f"wrote {config.folder}; serve it with: moe-runtime serve --model {config.folder}", file=sys.stderr)
-    return EXIT_OK
+    return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
