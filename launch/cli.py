@@ -16,6 +16,7 @@ from moe_runtime.config import AuditConfig, GenerateConfig, ServeConfig
 from moe_runtime.env import from_environment, variables_of
 from moe_runtime.exit_codes import EXIT_USAGE
 from moe_runtime.launch.spokesman import may_speak
+from moe_runtime.launch.environment import likely_rank
 from moe_runtime.verify.config import CheckConfig
 
 __all__ = ["last_error", "parse_config", "print_error", "usage_error"]
@@ -90,7 +91,7 @@ def last_error() -> str:
 
 
 def _rank() -> str:
-    return os.environ.get("RANK", "0")
+    return str(likely_rank(os.environ))
 
 
 def _in_one_line(parse: Callable[[], _Config]) -> _Config:

@@ -75,6 +75,8 @@ class RankService:
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 1000)
+        if "[" in endpoint:
+            self._socket.setsockopt(zmq.IPV6, 1)
         self._socket.connect(endpoint)
         self._woken = False
 

@@ -281,8 +281,8 @@ def _numbers(engine: Engine | Follower) -> str:
 
 def _check_memory(plan: ModelPlan, num_blocks: int, group: RankGroup, tp: int) -> None:
     """Refuse before loading what this host cannot hold; its first rank speaks for all of them."""
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(group.size)))
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_size = group.size if group.local_size is None else group.local_size
+    local_rank = group.rank if group.local_rank is None else group.local_rank
     if local_rank != 0 or plan.device.type != "cpu":
         return
     first = group.rank
@@ -324,6 +324,7 @@ def _server_config(
         limits=deployment.limits,
         world_size=group.size,
         tp=config.engine.tp,
+        zmq_host=group.address,
         api_key=config.http.api_key,
         seed=config.engine.seed,
         drain_timeout_s=config.http.drain_timeout_s,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -367,10 +366,10 @@ def _device(engine_config: EngineConfig, group: RankGroup | None) -> torch.devic
     if num_gpus == 1:
         # A rank's own where a launcher shows each rank one GPU; whether ranks share it is seen once they can talk.
         return torch.device("cuda", 0)
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    num_local = int(
-        os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1)
-    )  # not the rank: a host's ranks see one fault
+    assert group is not None, "several ranks are a group"
+    local_rank = group.rank if group.local_rank is None else group.local_rank
+    # Not the rank: a host's ranks see one fault.
+    num_local = group.size if group.local_size is None else group.local_size
     if num_local > num_gpus:
         # The CPU has other bits, so nothing falls back to it silently.
         raise ValueError(

@@ -79,28 +79,22 @@ def test_a_gpu_asked_for_where_there_is_none_is_refused(folder, monkeypatch):
 def test_a_rank_without_a_gpu_of_its_own_is_refused(folder, pretended_gpu, monkeypatch):
     pretended_gpu(80 << 30)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     message = (
         r"device \(auto\) must be cpu with more ranks on a host than GPUs: here are 3 ranks, and torch sees 2"
     )
+    config = EngineConfig(model=str(folder))
     for rank in range(3):  # the fault is every rank's, or those with a GPU would wait for those without
-        monkeypatch.setenv("LOCAL_RANK", str(rank))
         with pytest.raises(ValueError, match=message):
-            plan_model(EngineConfig(model=str(folder)), RankGroup(rank=rank, size=3))
-    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+            plan_model(config, RankGroup(rank=rank + 3, size=6, local_rank=rank, local_size=3))
     with pytest.raises(ValueError, match=message):
-        plan_model(EngineConfig(model=str(folder)), RankGroup(rank=2, size=3))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    plan = plan_model(EngineConfig(model=str(folder)), RankGroup(rank=1, size=2))
+        plan_model(config, RankGroup(rank=2, size=3))
+    plan = plan_model(config, RankGroup(rank=3, size=4, local_rank=1, local_size=2))
     assert plan.device == torch.device("cuda", 1)
 
 
 def test_the_one_gpu_that_a_rank_is_shown_is_its_own(folder, pretended_gpu, monkeypatch):
     pretended_gpu(80 << 30)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    monkeypatch.setenv("LOCAL_RANK", "3")
     plan = plan_model(EngineConfig(model=str(folder)), RankGroup(rank=3, size=4))
     assert plan.device == torch.device("cuda", 0)
 
