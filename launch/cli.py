@@ -15,8 +15,8 @@ import tyro
 from moe_runtime.config import AuditConfig, GenerateConfig, ServeConfig
 from moe_runtime.env import from_environment, variables_of
 from moe_runtime.exit_codes import EXIT_USAGE
-from moe_runtime.launch.spokesman import may_speak
 from moe_runtime.launch.environment import likely_rank
+from moe_runtime.launch.spokesman import may_speak
 from moe_runtime.verify.config import CheckConfig
 
 __all__ = ["last_error", "parse_config", "print_error", "usage_error"]
