@@ -167,6 +167,18 @@ def test_a_node_that_dies_ends_the_other_and_its_requests(server: TwoNodeServer)
     assert first.pids() == []
 
 
+def _wait_until_idle(server: TwoNodeServer) -> None:
+    """Until every rank has told the watch that it sleeps; before that it may be silent for longer."""
+    end_s = time.monotonic() + 30
+    phases: list[str] = []
+    while time.monotonic() < end_s:
+        phases = [str(rank["phase"]) for rank in server.request("GET", "/server_info").json()["ranks"]]
+        if all(phase.startswith("idle") for phase in phases):
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"not idle: {phases}")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("is_busy", [False, True], ids=["idle", "busy"])
 def test_a_cut_wire_ends_both_nodes(is_busy: bool, tmp_path: Path) -> None:
@@ -193,6 +205,7 @@ def test_a_cut_wire_ends_both_nodes(is_busy: bool, tmp_path: Path) -> None:
                 assert lines
                 assert "data: [DONE]" not in lines
             else:
+                _wait_until_idle(server)
                 nodes[1].cut()
             for process in server.processes:
                 assert process.wait(60) != 0
