@@ -6,6 +6,7 @@ A group of size 1 needs no torch.distributed.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -39,6 +40,10 @@ class RankGroup:
     local_rank: int | None = field(default=None, compare=False)
     local_size: int | None = field(default=None, compare=False)
     address: str = field(default="127.0.0.1", compare=False)
+
+    def step(self) -> AbstractContextManager[None]:
+        """What all ranks do together, from its begin to its end: who is late in it is named within seconds."""
+        return nullcontext() if self.links is None else self.links.step()
 
     def exchange(
         self, send: torch.Tensor, send_splits: Sequence[int], recv_splits: Sequence[int]

@@ -111,7 +111,8 @@ class Engine:
             return view, outputs + self._collect()
         if plan is not None:
             self.tensor_parallel.broadcast(plan, plan.shape[0])
-        launched = self.runner.launch(chunks, view.tokens_per_rank, is_decode=view.is_decode)
+        with self.group.step(), self.tensor_parallel.group.step():
+            launched = self.runner.launch(chunks, view.tokens_per_rank, is_decode=view.is_decode)
         started = _StepUnderWay(launched, [_ChunkUnderWay.start(chunk) for chunk in chunks])
         outputs += self._collect()
         self._under_way = started

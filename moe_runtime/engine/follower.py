@@ -69,7 +69,8 @@ class Follower:
         plan = StepPlan()
         if num_items:
             plan = StepPlan.unpack(self.tensor_parallel.broadcast(None, num_items))
-        self.runner.follow(plan, view.tokens_per_rank, is_decode=view.is_decode)
+        with self.group.step(), self.tensor_parallel.group.step():
+            self.runner.follow(plan, view.tokens_per_rank, is_decode=view.is_decode)
         self.num_steps += 1
         self.num_computed_tokens += len(plan.token_ids)
         self.last_step_ms = (time.perf_counter() - start) * 1e3

@@ -258,6 +258,7 @@ class EngineClient:
             self._on_output(message.rank, output)
 
     def _on_ready(self, message: RankReady) -> None:
+        self.watch.rank_serves(message.rank)
         if message.rank in self.ranks:
             self.fail(f"rank {message.rank} has started again (pid {message.pid})")
             return

@@ -82,6 +82,7 @@ class GangWatch(threading.Thread):
         self._on_tick = on_tick
         self._loop_seen_s = math.inf
         self._has_left: set[int] = set()
+        self._serving: set[int] = set()
         self._pids: dict[int, int] = {}
         self._to_end: ProcessId | None = None
         self._end_s = math.inf
@@ -114,6 +115,10 @@ class GangWatch(threading.Thread):
                 self._evidence.add_gone(rank)
 
         self._reports.append(add)
+
+    def rank_serves(self, rank: int) -> None:
+        """A rank has said that it can serve: its silence is no loading any more. From any thread."""
+        self._serving.add(rank)
 
     def loop_is_alive(self) -> None:
         """The front end's event loop does its work. From its thread."""
@@ -206,7 +211,7 @@ class GangWatch(threading.Thread):
             pulse = self.pulses[rank]
             silent_s = now_s - seen_s
             limit_s = self._config.heartbeat_timeout_s
-            if pulse.is_starting:
+            if pulse.is_starting and rank not in self._serving:
                 limit_s = max(limit_s, START_TIMEOUT_S)
             if silent_s > limit_s / 2:
                 quiet = f"rank {rank} (pid {pulse.process.pid}) has shown no sign of life in {silent_s:.1f} s"

@@ -139,6 +139,8 @@ def _add_limits(properties: dict[str, Any], limits: RequestLimits, model_name: s
     text = {"type": "string", "minLength": 1}
     stop = {"minLength": 1, "maxLength": engine_request.MAX_STOP_STRING_CHARS}
     num_logprobs = min(engine_request.MAX_LOGPROBS, limits.vocab_size)
+    least, most = engine_request.REPETITION_PENALTY_RANGE
+    penalty = {"minimum": -engine_request.MAX_PENALTY, "maximum": engine_request.MAX_PENALTY}
     rules: Mapping[str, Mapping[str, dict[str, Any]]] = {
         "model": {"string": {"enum": [model_name]}},
         "temperature": {"number": {"minimum": 0, "maximum": 100}},
@@ -157,6 +159,19 @@ def _add_limits(properties: dict[str, Any], limits: RequestLimits, model_name: s
         },
         "stop_token_ids": {"array": {"items": token_id, "maxItems": engine_request.MAX_STOP_TOKEN_IDS}},
         "forced_token_ids": {"array": ids},
+        "presence_penalty": {"number": penalty},
+        "frequency_penalty": {"number": penalty},
+        "repetition_penalty": {"number": {"minimum": least, "maximum": most}},
+        "min_tokens": {"integer": {"minimum": 0, "maximum": limits.max_total_tokens}},
+        "bad_words": {
+            "array": {
+                "items": {**text, "maxLength": engine_request.MAX_BAD_WORD_CHARS},
+                "maxItems": engine_request.MAX_BAD_WORDS,
+            }
+        },
+        "allowed_token_ids": {
+            "array": {"items": token_id, "minItems": 1, "maxItems": engine_request.MAX_ALLOWED_TOKEN_IDS}
+        },
         "tokens": {"array": {"items": token_id}},
         "messages": {"array": {"minItems": 1}},
     }
