@@ -24,7 +24,7 @@ class RankPhase:
 # The first that is on the stack counts; (module, function), what it means, whether it waits for other ranks.
 _PHASES: tuple[tuple[str, str, str, bool], ...] = (
     ("moe_runtime.engine.step", "exchange_step", "waiting for the other ranks' step vectors", True),
-    ("moe_runtime.engine.cuda_runner", "_Event.wait", "waiting for the device", True),
+    ("moe_runtime.engine.device_copies", "DeviceEvent.wait", "waiting for the device", True),
     ("moe_runtime.comm.groups", "RankGroup.exchange", "in an exchange with the other ranks", True),
     ("moe_runtime.engine.scheduler", "Scheduler.schedule", "scheduling", False),
     ("moe_runtime.engine.sampler", "score_rows", "sampling", False),
