@@ -14,10 +14,11 @@ import torch
 from rich.console import Console
 
 from moe_runtime.engine.llm import LLM
-from moe_runtime.errors import CapacityError, CheckpointError, InvarianceError
+from moe_runtime.errors import CapacityError, CheckpointError, InvarianceError, PeerError
 from moe_runtime.exit_codes import EXIT_NO_FIT, EXIT_SELF_CHECK
 from moe_runtime.launch.cli import parse_config, print_error, usage_error
 from moe_runtime.launch.distributed import close_ranks, init_ranks
+from moe_runtime.launch.leave import leave_at_once
 from moe_runtime.launch.logs import setup_logging
 from moe_runtime.launch.progress import progress_bar
 from moe_runtime.verify.checker import check
@@ -44,6 +45,8 @@ def main(args: Sequence[str] | None = None) -> int:
             report.print_to(console)
             if config.json is not None:
                 config.json.write_text(report.to_json(), encoding="utf-8")
+    except PeerError as error:
+        leave_at_once(str(error))
     except InvarianceError as error:
         print_error(str(error))
         return EXIT_SELF_CHECK

@@ -23,10 +23,11 @@ from moe_runtime.config import GenerateConfig
 from moe_runtime.engine.llm import LLM, RequestOutput
 from moe_runtime.engine.messages import TokenLogprobs
 from moe_runtime.engine.request import SamplingParams
-from moe_runtime.errors import CapacityError, CheckpointError, InvalidRequestError, InvarianceError
+from moe_runtime.errors import CapacityError, CheckpointError, InvalidRequestError, InvarianceError, PeerError
 from moe_runtime.exit_codes import EXIT_NO_FIT, EXIT_OK, EXIT_SELF_CHECK
 from moe_runtime.launch.cli import parse_config, print_error, usage_error
 from moe_runtime.launch.distributed import close_ranks, init_ranks
+from moe_runtime.launch.leave import leave_at_once
 from moe_runtime.launch.logs import setup_logging
 from moe_runtime.launch.progress import progress_bar
 
@@ -50,6 +51,8 @@ def main(args: Sequence[str] | None = None) -> int:
             if output is not None:
                 output.write(b"".join(result_line(result) + b"\n" for result in results))
                 output.flush()
+    except PeerError as error:
+        leave_at_once(str(error))
     except InvarianceError as error:
         print_error(str(error))
         return EXIT_SELF_CHECK
