@@ -8,12 +8,22 @@ from fractions import Fraction
 import numpy as np
 from hypothesis import given, settings
 
-from moe_runtime.eplb.replication import can_avoid_doubles, replicate
+from moe_runtime.eplb.replication import can_avoid_doubles, replicate, replicate_with_fillers
 from tests.expert_loads import problems
 
 
 def test_the_worked_example_of_the_docstring():
     assert replicate(np.array([[7, 2, 2]]), (2, 2, 1)).count.tolist() == [[3, 1, 1]]
+
+
+def test_fillers_go_to_the_coldest_and_never_past_the_number_of_ranks():
+    loads = np.array([[6, 3, 0]] * 3)
+    counts = replicate_with_fillers(loads, (2, 2, 1), np.array([0, 1, 2])).count
+    assert counts.tolist() == [[2, 2, 1], [2, 1, 2], [1, 2, 2]]
+    full = replicate_with_fillers(np.array([[9, 0]]), (2, 2), np.array([2]))
+    assert full.count.tolist() == [[2, 2]]
+    # One copy by load, one filler: both would be expert 0's third copy on two ranks, so no filler is given.
+    assert replicate_with_fillers(np.array([[0, 0, 0]]), (3, 2), np.array([1])).count.tolist() == [[2, 2, 1]]
 
 
 def test_ties_go_to_the_expert_with_fewest_copies_then_lowest_id():
