@@ -1,4 +1,4 @@
-"""Which copy of a logical expert a token is sent to. numpy references; a device kernel repeats them bit for bit.
+"""Which copy of a logical expert a token is sent to: numpy, in arithmetic that a device kernel can repeat.
 
 Any choice gives the same bits: copies hold the same bytes, an expert's row depends on nothing but its input, and
 rows are added by slot at the home rank, not by where they come from. So a choice only has to balance load.
