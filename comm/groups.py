@@ -6,6 +6,7 @@ A group of size 1 needs no torch.distributed.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -26,6 +27,9 @@ class RankGroup:
         process_group: torch.distributed group; None exactly when size is 1 or the default group is meant.
         first_rank: Rank in the world of the group's rank 0, by which messages name its ranks.
         links: Where given, rows travel here and not through torch.distributed; the same bits arrive.
+        local_rank: Own position among the ranks of this host; None where all ranks are on one.
+        local_size: Number of ranks of this host; None where all ranks are on one.
+        address: Own address, at which all ranks reach this one.
     """
 
     rank: int = 0
@@ -33,6 +37,13 @@ class RankGroup:
     process_group: dist.ProcessGroup | None = None
     first_rank: int = 0
     links: SharedMemoryLinks | None = field(default=None, compare=False)
+    local_rank: int | None = field(default=None, compare=False)
+    local_size: int | None = field(default=None, compare=False)
+    address: str = field(default="127.0.0.1", compare=False)
+
+    def step(self) -> AbstractContextManager[None]:
+        """What all ranks do together, from its begin to its end: who is late in it is named within seconds."""
+        return nullcontext() if self.links is None else self.links.step()
 
     def exchange(
         self, send: torch.Tensor, send_splits: Sequence[int], recv_splits: Sequence[int]

@@ -11,23 +11,26 @@ peer rang that one after it had copied the rows of exchange n out. So two halves
 anything. A file that is outgrown is replaced by a new one, which the doorbell carries; the peer keeps its map of the
 old one until it has read it.
 
-A peer may be late because it works. Every rank has a pulse, a shared counter that a thread of its own advances; a peer
-whose pulse stands still has stalled, and one that has gone has closed its socket. Both end the wait and are named.
+A peer may be late because it works. Every rank has a pulse (pulse.py); a peer whose pulse stands still has stalled, one
+that has gone has closed its socket, and one that in the middle of a step neither works nor waits is late. Each ends the
+wait and is named; between steps only the first two do, for callers may come to a step when they like.
 
 Numerics: bits are moved, nothing is added.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import mmap
 import os
+import select
 import socket
 import struct
 import tempfile
-import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,6 +39,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from moe_runtime.comm.pulse import PULSE_S, PeerPulse, Pulse
 from moe_runtime.errors import PeerError
 
 if TYPE_CHECKING:
@@ -45,8 +49,8 @@ __all__ = ["SharedMemoryLinks", "connect_shared_memory", "host_id"]
 
 CONNECT_TIMEOUT_S = 30.0
 FIRST_CAPACITY = 1 << 16  # bytes of a half
-PULSE_S = 0.25
 STALLED_AFTER_S = 8.0
+LATE_AFTER_S = 8.0
 _DOORBELL = struct.Struct("<QQQ")  # exchange, bytes of rows, bytes of a half
 _HELLO = struct.Struct("<I")
 
@@ -87,30 +91,6 @@ class _Inbox:
         return self._memory[first : first + num_bytes]
 
 
-class _Pulse:
-    """This rank's counter, advanced while the process runs."""
-
-    def __init__(self) -> None:
-        self.descriptor = os.memfd_create(
-            "moe-runtime pulse", os.MFD_CLOEXEC
-        )  # for whoever asks while it is open
-        os.ftruncate(self.descriptor, 8)
-        self._count = _map_pulse(self.descriptor)
-        self._ended = threading.Event()
-        threading.Thread(target=self._beat, name="pulse", daemon=True).start()
-
-    def close(self) -> None:
-        self._ended.set()
-
-    def _beat(self) -> None:
-        while not self._ended.wait(PULSE_S):
-            self._count += 1
-
-
-def _map_pulse(descriptor: int) -> NDArray[np.uint64]:
-    return np.frombuffer(mmap.mmap(descriptor, 8), dtype=np.uint64)
-
-
 def _map(descriptor: int, capacity: int) -> NDArray[np.uint8]:
     """Both halves; the array keeps the mapping."""
     return np.frombuffer(mmap.mmap(descriptor, 2 * capacity), dtype=np.uint8)
@@ -122,7 +102,7 @@ class SharedMemoryLinks:
     Args:
         rank: Own rank.
         sockets: A connected socket per rank, None for the own one.
-        pulses: The peers' counters, in the same places.
+        pulses: The peers', in the same places.
         pulse: The own one.
         timeout_s: How long an exchange waits for a peer that works.
         stalled_after_s: How long for one whose pulse stands still.
@@ -133,8 +113,8 @@ class SharedMemoryLinks:
         self,
         rank: int,
         sockets: Sequence[socket.socket | None],
-        pulses: Sequence[NDArray[np.uint64] | None],
-        pulse: _Pulse,
+        pulses: Sequence[PeerPulse | None],
+        pulse: Pulse,
         timeout_s: float,
         stalled_after_s: float = STALLED_AFTER_S,
         first_rank: int = 0,
@@ -143,13 +123,15 @@ class SharedMemoryLinks:
         self.first_rank = first_rank
         self.timeout_s = timeout_s
         self.stalled_after_s = stalled_after_s
+        self.late_after_s = LATE_AFTER_S
         self._sockets = list(sockets)
         self._pulses = list(pulses)
         self._pulse = pulse
         self._outboxes = [_Outbox() for _ in sockets]
         self._inboxes = [_Inbox() for _ in sockets]
         self._num_exchanges = 0
-        self._last_beats: dict[int, tuple[int, float]] = {}
+        self._in_step = False
+        self._checked_s = -math.inf
         weakref.finalize(self, pulse.close)  # or the thread would outlive links that nobody closed
         for peer in self._sockets:
             if peer is not None:
@@ -175,6 +157,7 @@ class SharedMemoryLinks:
         send_ends, recv_ends = np.cumsum(send_splits), np.cumsum(recv_splits)
         number = self._num_exchanges
         self._num_exchanges += 1
+        self._pulse.begin_exchange(number)
         for step in range(1, size):
             peer = (self.rank + step) % size
             rows = outgoing[send_ends[peer] - send_splits[peer] : send_ends[peer]].reshape(-1)
@@ -187,31 +170,63 @@ class SharedMemoryLinks:
             peer = (self.rank - step) % size
             rows = incoming[recv_ends[peer] - recv_splits[peer] : recv_ends[peer]].reshape(-1)
             self._receive(peer, number, rows)
+        self._pulse.end_exchange()
         return recv
 
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """All ranks have begun a step: until its end nobody has a reason to be late."""
+        self._pulse.begin_step()
+        self._in_step = True
+        try:
+            yield
+        finally:
+            self._in_step = False
+
     def check_peers(self) -> None:
-        """For a rank that waits for something else than rows, now and then.
+        """For a rank that waits for its device, about twice a second while it does.
 
         Raises:
-            PeerError: a peer has gone or stalled.
+            PeerError: a peer has gone or stalled, or is late: it has begun fewer steps than this rank, and is idle.
         """
         now_s = time.monotonic()
-        for peer, (link, pulse) in enumerate(zip(self._sockets, self._pulses, strict=True)):
-            if link is None or pulse is None:
+        if now_s - self._checked_s > 4 * PULSE_S:
+            self._begin_wait(now_s)
+        self._checked_s = now_s
+        poll = select.poll()
+        for link in self._sockets:
+            if link is not None:
+                poll.register(link, select.POLLIN)
+        readable = {descriptor for descriptor, _ in poll.poll(0)}
+        for peer, link in enumerate(self._sockets):
+            # What is there to read may be the next exchange's doorbell, or the end of the link.
+            if link is not None and link.fileno() in readable and _has_ended(link):
+                raise self._fault(
+                    peer, f"{self._name(peer)} has gone: it closed its link to {self._name(self.rank)}"
+                )
+        self._look(now_s, lambda pulse: pulse.num_steps < self._pulse.num_steps)
+
+    def _begin_wait(self, now_s: float) -> None:
+        for pulse in self._pulses:
+            if pulse is not None:
+                pulse.begin(now_s)
+
+    def _look(self, now_s: float, is_behind: Callable[[PeerPulse], bool]) -> None:
+        """Raise for a peer that has stalled, or is behind and idle."""
+        for peer, pulse in enumerate(self._pulses):
+            if pulse is None:
                 continue
-            try:
-                gone = not link.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                gone = False
-            except OSError:
-                gone = True
-            if gone:
-                raise PeerError(f"{self._name(peer)} has gone: it closed its link to {self._name(self.rank)}")
-            count, since_s = self._last_beats.get(peer, (-1, now_s))
-            if int(pulse[0]) != count:
-                self._last_beats[peer] = (int(pulse[0]), now_s)
-            elif now_s - since_s >= self.stalled_after_s:
-                raise PeerError(f"{self._name(peer)} has stalled: no sign of life in {now_s - since_s:.1f} s")
+            pulse.look(now_s)
+            silent_s, idle_s = pulse.silent_s(now_s), pulse.idle_s(now_s)
+            if silent_s >= self.stalled_after_s:
+                raise self._fault(
+                    peer, f"{self._name(peer)} has stalled: no sign of life in {silent_s:.1f} s"
+                )
+            if idle_s >= self.late_after_s and is_behind(pulse):
+                raise self._fault(
+                    peer,
+                    f"{self._name(peer)} is late: in a step of all ranks it has done nothing for {idle_s:.1f} s",
+                )
 
     def close(self) -> None:
         """Close the sockets; peers that still wait are told at once."""
@@ -232,9 +247,11 @@ class SharedMemoryLinks:
             else:
                 socket.send_fds(link, [message], [descriptor])
         except TimeoutError:
-            raise PeerError(f"{self._name(peer)} does not take the rows of {self._name(self.rank)}") from None
+            raise self._fault(
+                peer, f"{self._name(peer)} does not take the rows of {self._name(self.rank)}"
+            ) from None
         except OSError as error:
-            raise PeerError(f"{self._name(peer)} has gone: {error.strerror}") from error
+            raise self._fault(peer, f"{self._name(peer)} has gone: {error.strerror}") from error
         finally:
             if descriptor is not None:
                 os.close(descriptor)
@@ -242,43 +259,49 @@ class SharedMemoryLinks:
     def _receive(self, peer: int, number: int, rows: NDArray[np.uint8]) -> None:
         link, inbox = self._sockets[peer], self._inboxes[peer]
         assert link is not None, "no rank receives from itself"
-        message, descriptors = self._wait(peer, link)
+        message, descriptors = self._wait(peer, link, number)
         if not message:
-            raise PeerError(f"{self._name(peer)} has gone: it closed its link to {self._name(self.rank)}")
+            raise self._fault(
+                peer, f"{self._name(peer)} has gone: it closed its link to {self._name(self.rank)}"
+            )
         theirs, num_bytes, capacity = _DOORBELL.unpack(message)
         for descriptor in descriptors:
             inbox.take(descriptor, capacity)
             os.close(descriptor)
         if (theirs, num_bytes) != (number, len(rows)):
-            raise PeerError(
+            raise self._fault(
+                peer,
                 f"{self._name(peer)} sent {num_bytes} bytes in exchange {theirs} where {self._name(self.rank)} expects "
-                f"{len(rows)} in exchange {number}: the ranks run different steps"
+                f"{len(rows)} in exchange {number}: the ranks run different steps",
             )
         rows[:] = inbox.rows(number, num_bytes, capacity)
 
-    def _wait(self, peer: int, link: socket.socket) -> tuple[bytes, list[int]]:
+    def _wait(self, peer: int, link: socket.socket, number: int) -> tuple[bytes, list[int]]:
         """The peer's next doorbell, and a new file if it brings one."""
-        pulse = self._pulses[peer]
-        assert pulse is not None, "a peer has one"
-        start_s = beat_s = time.monotonic()
-        count = int(pulse[0])
+        start_s = time.monotonic()
+        is_first = True
         while True:
             try:
                 message, descriptors, _, _ = socket.recv_fds(link, _DOORBELL.size, 1)
             except TimeoutError:
                 now_s = time.monotonic()
             except OSError as error:
-                raise PeerError(f"{self._name(peer)} has gone: {error.strerror}") from error
+                raise self._fault(peer, f"{self._name(peer)} has gone: {error.strerror}") from error
             else:
                 return message, descriptors
-            if int(pulse[0]) != count:
-                beat_s, count = now_s, int(pulse[0])
-            if now_s - beat_s >= self.stalled_after_s:
-                raise PeerError(f"{self._name(peer)} has stalled: no sign of life in {now_s - beat_s:.1f} s")
+            if is_first:
+                self._begin_wait(start_s)
+                is_first = False
+            # Not only the one waited for: it may itself wait for the one that is late.
+            self._look(now_s, lambda pulse: self._in_step and pulse.num_exchanges <= number)
             if now_s - start_s >= self.timeout_s:
-                raise PeerError(
-                    f"{self._name(peer)} sent nothing to {self._name(self.rank)} in {self.timeout_s:g} s"
+                raise self._fault(
+                    peer,
+                    f"{self._name(peer)} sent nothing to {self._name(self.rank)} in {self.timeout_s:g} s",
                 )
+
+    def _fault(self, peer: int, text: str) -> PeerError:
+        return PeerError(text, rank=self.first_rank + peer)
 
     def _name(self, rank: int) -> str:
         """As messages call a rank of the group: by its place in the world."""
@@ -315,7 +338,7 @@ def connect_shared_memory(
         if len(set(hosts)) > 1:
             reason = "the ranks are on several hosts"
         elif all(addresses) and listener is not None:
-            pulse = _Pulse()
+            pulse = Pulse()
             try:
                 sockets, pulses = _connect_all(group.rank, listener, addresses, pulse.descriptor)
                 links = SharedMemoryLinks(
@@ -349,10 +372,10 @@ def host_id() -> bytes:
 
 def _connect_all(
     rank: int, listener: socket.socket, addresses: Sequence[str], pulse: int
-) -> tuple[list[socket.socket | None], list[NDArray[np.uint64] | None]]:
+) -> tuple[list[socket.socket | None], list[PeerPulse | None]]:
     """Connect to lower ranks, accept higher ones; ranks tell each other their pulses."""
     sockets: list[socket.socket | None] = [None] * len(addresses)
-    pulses: list[NDArray[np.uint64] | None] = [None] * len(addresses)
+    pulses: list[PeerPulse | None] = [None] * len(addresses)
     listener.settimeout(CONNECT_TIMEOUT_S)
     for peer in range(rank):
         link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -364,22 +387,32 @@ def _connect_all(
     for _ in range(rank + 1, len(addresses)):
         link, _ = listener.accept()
         link.settimeout(CONNECT_TIMEOUT_S)
-        peer, counter = _greeting(link)
-        sockets[peer], pulses[peer] = link, counter
+        peer, theirs = _greeting(link)
+        sockets[peer], pulses[peer] = link, theirs
         socket.send_fds(link, [_HELLO.pack(rank)], [pulse])
     return sockets, pulses
 
 
-def _greeting(link: socket.socket) -> tuple[int, NDArray[np.uint64]]:
+def _greeting(link: socket.socket) -> tuple[int, PeerPulse]:
     """Who is there, and its pulse."""
     message, descriptors, _, _ = socket.recv_fds(link, _HELLO.size, 1)
     if len(message) != _HELLO.size or len(descriptors) != 1:
         raise ConnectionError("a rank left while all connected")
     descriptor = descriptors[0]
     (peer,) = _HELLO.unpack(message)
-    counter = _map_pulse(descriptor)
+    pulse = PeerPulse(descriptor)
     os.close(descriptor)
-    return int(peer), counter
+    return int(peer), pulse
+
+
+def _has_ended(link: socket.socket) -> bool:
+    """Of a link on which there is something to read."""
+    try:
+        return not link.recv(1, socket.MSG_PEEK)
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
 
 
 def _row_bytes(rows: torch.Tensor) -> NDArray[np.uint8]:

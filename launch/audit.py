@@ -24,6 +24,7 @@ from moe_runtime.config import AuditConfig
 from moe_runtime.engine.config import EngineConfig
 from moe_runtime.engine.model_loader import plan_model
 from moe_runtime.errors import CheckpointError
+from moe_runtime.exit_codes import EXIT_OK, EXIT_SELF_CHECK
 from moe_runtime.kernels.golden_digests import (
     GOLDEN_FOLDER,
     compare_golden,
@@ -32,7 +33,7 @@ from moe_runtime.kernels.golden_digests import (
     read_golden,
     write_golden,
 )
-from moe_runtime.launch.cli import EXIT_OK, EXIT_SELF_CHECK, parse_config, usage_error
+from moe_runtime.launch.cli import parse_config, usage_error
 from moe_runtime.launch.logs import setup_logging
 from moe_runtime.launch.progress import progress_bar
 

@@ -15,7 +15,8 @@ from rich.console import Console
 
 from moe_runtime.engine.llm import LLM
 from moe_runtime.errors import CapacityError, CheckpointError, InvarianceError
-from moe_runtime.launch.cli import EXIT_NO_FIT, EXIT_SELF_CHECK, parse_config, print_error, usage_error
+from moe_runtime.exit_codes import EXIT_NO_FIT, EXIT_SELF_CHECK
+from moe_runtime.launch.cli import parse_config, print_error, usage_error
 from moe_runtime.launch.distributed import close_ranks, init_ranks
 from moe_runtime.launch.logs import setup_logging
 from moe_runtime.launch.progress import progress_bar

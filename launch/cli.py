@@ -14,26 +14,15 @@ import tyro
 
 from moe_runtime.config import AuditConfig, GenerateConfig, ServeConfig
 from moe_runtime.env import from_environment, variables_of
+from moe_runtime.exit_codes import EXIT_USAGE
+from moe_runtime.launch.environment import likely_rank
+from moe_runtime.launch.spokesman import may_speak
 from moe_runtime.verify.config import CheckConfig
 
-__all__ = [
-    "EXIT_FAULT",
-    "EXIT_NO_FIT",
-    "EXIT_OK",
-    "EXIT_SELF_CHECK",
-    "EXIT_USAGE",
-    "parse_config",
-    "print_error",
-    "usage_error",
-]
-
-EXIT_OK = 0
-EXIT_FAULT = 1
-EXIT_USAGE = 2
-EXIT_NO_FIT = 3
-EXIT_SELF_CHECK = 4
+__all__ = ["last_error", "parse_config", "print_error", "usage_error"]
 
 _Config = TypeVar("_Config")
+_errors: list[str] = []
 
 
 def parse_config(
@@ -68,7 +57,8 @@ def parse_config(
                 config=(tyro.conf.OmitArgPrefixes,),
             )
 
-        return parse() if _rank() == "0" else _in_one_line(parse)
+        is_alone = _rank() == "0" and os.environ.get("WORLD_SIZE", "1") == "1"
+        return parse() if is_alone else _in_one_line(parse)
     except ValueError as error:
         usage_error(str(error))
 
@@ -82,8 +72,12 @@ def usage_error(message: str) -> NoReturn:
 def print_error(message: str) -> None:
     """Print ``error: message`` on standard error; on ranks other than 0 as one line that starts with ``[rank r]``.
 
-    Every rank speaks: a fault may be on one of them alone.
+    A fault may be on one rank alone, so each may speak; of those with the same to say one does.
     """
+    message = message.rstrip()
+    _errors.append(message)
+    if not may_speak(message):
+        return
     text = f"error: {message}\n"
     if _rank() != "0":
         text = f"[rank {_rank()}] error: {'; '.join(message.splitlines())}\n"
@@ -91,17 +85,24 @@ def print_error(message: str) -> None:
     sys.stderr.flush()
 
 
+def last_error() -> str:
+    """What ``print_error`` was last given, spoken or not; empty if nothing."""
+    return _errors[-1] if _errors else ""
+
+
 def _rank() -> str:
-    return os.environ.get("RANK", "0")
+    return str(likely_rank(os.environ))
 
 
 def _in_one_line(parse: Callable[[], _Config]) -> _Config:
-    """Call tyro without its boxes: what they say becomes one line, and nothing is left of ``--help``."""
-    shown = io.StringIO()
+    """Call tyro without its boxes: what they say becomes one line, and ``--help`` is rank 0's."""
+    help_text, shown = io.StringIO(), io.StringIO()
     try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(shown):
+        with contextlib.redirect_stdout(help_text), contextlib.redirect_stderr(shown):
             return parse()
     except SystemExit as end:
+        if _rank() == "0":
+            sys.stdout.write(help_text.getvalue())
         if end.code:
             usage_error(_without_box(shown.getvalue()))
         raise

@@ -11,13 +11,14 @@ from collections.abc import Sequence
 
 from moe_runtime import __version__
 
-__all__ = ["COMMANDS", "main"]
+__all__ = ["COMMANDS", "main", "module_of"]
 
 COMMANDS = {
     "serve": "serve a model over HTTP",
     "generate": "generate for a file of prompts",
     "check": "prove that results depend on nothing but the request",
     "audit": "find which schedules give the same bits on this device",
+    "demo-model": "make a small chat model to try",
 }
 
 
@@ -30,13 +31,18 @@ def main(args: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help"):
         print("usage: moe-runtime COMMAND [flags]\n")
         for name, what in COMMANDS.items():
-            print(f"  {name:10} {what}")
+            print(f"  {name:12} {what}")
         return 0
     if words[0] not in COMMANDS:
         print(f"error: {words[0]} is no command; known are {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
-    result: int = importlib.import_module(f"moe_runtime.launch.{words[0]}").main(words[1:])
+    result: int = importlib.import_module(f"moe_runtime.launch.{module_of(words[0])}").main(words[1:])
     return result
+
+
+def module_of(command: str) -> str:
+    """Name of the module, in ``launch`` and beside it, that runs a command."""
+    return command.replace("-", "_")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -9,7 +10,9 @@ import sys
 
 from moe_runtime.server.config import ServerConfig, encode_config
 
-__all__ = ["ChildFailedError", "FrontEndProcess"]
+__all__ = ["CLOSE_TIMEOUT_S", "ChildFailedError", "FrontEndProcess"]
+
+CLOSE_TIMEOUT_S = 10.0
 
 
 class FrontEndProcess:
@@ -41,6 +44,7 @@ class FrontEndProcess:
             raise ChildFailedError(self._process.wait())
         announcement = json.loads(line)
         self.endpoint: str = announcement["zmq"]
+        self.watch_endpoint: str = announcement["watch"]
         self.port: int = announcement["port"]
 
     def is_alive(self) -> bool:
@@ -52,12 +56,23 @@ class FrontEndProcess:
         if self.is_alive():
             self._process.send_signal(signum)
 
-    def close(self) -> int:
-        """Let the child go (its standard input ends) and return its exit code; it is killed after 10 s."""
+    def how_it_ended(self) -> str:
+        """Its exit code or the signal that ended it, in words."""
+        code = self._process.poll()
+        if code is not None and code < 0:
+            return f"pid {self._process.pid}, ended by {signal.Signals(-code).name}"
+        return f"pid {self._process.pid}, exit code {code}"
+
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> int:
+        """Let the child go (its standard input ends) and return its exit code; it is killed after ``timeout_s``.
+
+        Who starts again may take the port as soon as this process has ended, so nobody leaves the child behind.
+        """
         assert self._process.stdin is not None, "stdin is a pipe"
-        self._process.stdin.close()
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
         try:
-            return self._process.wait(timeout=10)
+            return self._process.wait(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
             return self._process.wait()

@@ -24,14 +24,8 @@ from moe_runtime.engine.llm import LLM, RequestOutput
 from moe_runtime.engine.messages import TokenLogprobs
 from moe_runtime.engine.request import SamplingParams
 from moe_runtime.errors import CapacityError, CheckpointError, InvalidRequestError, InvarianceError
-from moe_runtime.launch.cli import (
-    EXIT_NO_FIT,
-    EXIT_OK,
-    EXIT_SELF_CHECK,
-    parse_config,
-    print_error,
-    usage_error,
-)
+from moe_runtime.exit_codes import EXIT_NO_FIT, EXIT_OK, EXIT_SELF_CHECK
+from moe_runtime.launch.cli import parse_config, print_error, usage_error
 from moe_runtime.launch.distributed import close_ranks, init_ranks
 from moe_runtime.launch.logs import setup_logging
 from moe_runtime.launch.progress import progress_bar
@@ -92,7 +86,7 @@ def parse_line(line: str, number: int) -> tuple[str | list[int] | list[dict[str,
             content: Any = msgspec.convert(prompt, str | list[int])
         else:
             content = msgspec.convert(messages, list[dict[str, str]])
-        params = msgspec.convert(fields_given, SamplingParams)
+        params = msgspec.convert(fields_given, SamplingParams, str_keys=True)
     except msgspec.ValidationError as error:
         raise ValueError(f"line {number}: {error}") from None
     return content, {name: getattr(params, name) for name in fields_given}
@@ -108,6 +102,7 @@ def result_line(result: RequestOutput) -> bytes:
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
             "seed": output.seed,
+            "routed_experts": None if output.routing is None else output.routing.document(),
         }
         for output in result.outputs
     ]

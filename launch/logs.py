@@ -5,24 +5,15 @@ from __future__ import annotations
 import logging
 import sys
 
+from moe_runtime.log_format import LogFormat, formatter
+
 __all__ = ["setup_logging"]
 
 
-class _RankFilter(logging.Filter):
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.rank = rank
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        record.rank = self.rank
-        return True
-
-
-def setup_logging(rank: int, *, level: int = logging.INFO) -> None:
+def setup_logging(rank: int, *, level: int = logging.INFO, log_format: LogFormat = "text") -> None:
     """Install the handler; ranks other than 0 log from warnings up."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.addFilter(_RankFilter(rank))
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s [rank %(rank)d] %(name)s: %(message)s"))
+    handler.setFormatter(formatter(log_format, rank))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level if rank == 0 else max(level, logging.WARNING))

@@ -6,6 +6,7 @@ See moe_runtime/engine/step.py for why falling asleep is safe.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable
@@ -25,6 +26,8 @@ from moe_runtime.engine.messages import (
     decode_rank_message,
     encode,
 )
+from moe_runtime.exit_codes import EXIT_OK
+from moe_runtime.launch.step_clock import StepClock
 
 __all__ = ["RankService"]
 
@@ -41,7 +44,11 @@ class RankService:
         rank: This rank.
         endpoint: ZeroMQ address of the front end.
         info: Sent with the ready message.
-        is_front_end_alive: Asked between steps; False ends the loop with an error.
+        clock: Told when steps begin and end.
+        on_drain: Called once, when this rank has been told to leave.
+
+    Attributes:
+        exit_code: What the front end wants the process to end with.
     """
 
     def __init__(
@@ -50,13 +57,15 @@ class RankService:
         rank: int,
         endpoint: str,
         info: dict[str, str | int | float | bool | None],
-        is_front_end_alive: Callable[[], bool] = lambda: True,
+        clock: StepClock | None = None,
+        on_drain: Callable[[], None] = lambda: None,
     ) -> None:
         self.engine = engine
         self.rank = rank
         self.info = info
-        self.is_front_end_alive = is_front_end_alive
-        self._parent_pid = os.getppid()
+        self.exit_code = EXIT_OK
+        self._clock = clock or StepClock(slow_step_s=math.inf)
+        self._on_drain = on_drain
         self._epoch = 0
         self._drain = False
         self._last_report_s = 0.0
@@ -66,19 +75,16 @@ class RankService:
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 1000)
-        self._monitor = self._socket.get_monitor_socket(
-            # Refused counts, too: the front end listens before a rank is told its address.
-            zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
-        )
+        if "[" in endpoint:
+            self._socket.setsockopt(zmq.IPV6, 1)
         self._socket.connect(endpoint)
         self._woken = False
 
     def run(self) -> None:
-        """Serve until all ranks have drained.
+        """Serve until all ranks have drained. A front end that has gone is the watch's business (launch/rank_watch.py).
 
         Raises:
-            RuntimeError: the front end has gone, or the process that started this one, or another rank (from the
-                collective).
+            PeerError: another rank has gone, or runs another step.
         """
         self._socket.send(encode(RankReady(self.rank, os.getpid(), self.info)))
         asleep = True
@@ -86,7 +92,9 @@ class RankService:
             self._receive(wait=asleep)
             if asleep and not self._woken:
                 continue
+            self._clock.begin()
             view, outputs = self.engine.step(epoch=self._epoch, drain=self._drain)
+            self._clock.end()
             self._report(outputs)
             if view.may_leave:
                 return
@@ -95,18 +103,12 @@ class RankService:
 
     def close(self) -> None:
         """Send what is queued (for a second at most) and leave."""
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
         self._socket.close()
         self._context.term()
 
     def _receive(self, *, wait: bool) -> None:
         """Take all messages that are there; with ``wait``, sleep for one, up to a heartbeat."""
         ready = bool(self._socket.poll(int(HEARTBEAT_S * 1000) if wait else 0))
-        if self._monitor.poll(0) or not self.is_front_end_alive():
-            raise RuntimeError("the front end has gone")
-        if os.getppid() != self._parent_pid:
-            raise RuntimeError("the process that started this rank has gone")
         if not ready:
             self._report([])
             return
@@ -125,6 +127,8 @@ class RankService:
             self.engine.abort(message.request_id, message.choice_idx)
         elif isinstance(message, Drain):
             self._drain = True
+            self.exit_code = message.exit_code
+            self._on_drain()
             if message.abort:
                 self.engine.abort_all()
 
@@ -133,5 +137,7 @@ class RankService:
         if not outputs and now_s - self._last_report_s < HEARTBEAT_S / 2:
             return
         self._last_report_s = now_s
-        report = RankReport(self.rank, self._epoch, tuple(outputs), self.engine.stats())
+        report = RankReport(
+            self.rank, self._epoch, tuple(outputs), self.engine.stats(), self.engine.take_expert_load()
+        )
         self._socket.send(encode(report))

@@ -1,10 +1,12 @@
 """Starts a serving rank: front end (on rank 0) before weights, then model, self-check and the rank's loop.
 
-Exit codes: 0 drained, 1 fault, 2 usage or configuration, 3 does not fit in memory, 4 self-check failed.
+Exit codes are those of moe_runtime/exit_codes.py. Once the front end is there, a watch (launch/rank_watch.py) ends the
+rank when another one, the front end or the launcher has gone or hangs.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
@@ -13,7 +15,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
 
 import msgspec
 import torch
@@ -24,27 +25,36 @@ from moe_runtime.comm.tensor_parallel import TensorParallel, open_tensor_paralle
 from moe_runtime.comm.transports import Transport, open_transport
 from moe_runtime.config import ServeConfig
 from moe_runtime.engine.backend import Deployment, exchange_buffer_bytes, plan_deployment, start_engine
+from moe_runtime.engine.engine import Engine
+from moe_runtime.engine.follower import Follower
 from moe_runtime.engine.kv_cache import kv_block_bytes
-from moe_runtime.engine.model_loader import NUMERICS_VERSION, ModelPlan, load_model, plan_model
-from moe_runtime.eplb.placement import contiguous_placement
+from moe_runtime.engine.model_loader import (
+    NUMERICS_VERSION,
+    ModelPlan,
+    device_architecture,
+    load_model,
+    plan_model,
+)
+from moe_runtime.eplb.placement import ExpertPlacement, contiguous_placement
 from moe_runtime.errors import CapacityError, CheckpointError, InvarianceError
-from moe_runtime.launch.cli import (
+from moe_runtime.exit_codes import (
     EXIT_FAULT,
     EXIT_NO_FIT,
-    EXIT_OK,
     EXIT_SELF_CHECK,
     EXIT_USAGE,
-    parse_config,
-    print_error,
-    usage_error,
+    exit_code_of_signal,
 )
+from moe_runtime.launch.cli import last_error, parse_config, print_error, usage_error
 from moe_runtime.launch.distributed import close_ranks, init_ranks
+from moe_runtime.launch.error_file import ErrorFile
 from moe_runtime.launch.front_end import ChildFailedError, FrontEndProcess
 from moe_runtime.launch.logs import setup_logging
 from moe_runtime.launch.progress import progress_bar
 from moe_runtime.launch.rank_service import RankService
+from moe_runtime.launch.rank_watch import RankWatch
+from moe_runtime.launch.step_clock import StepClock
 from moe_runtime.planner.memory import check_fit, rank_memory
-from moe_runtime.server.config import ServerConfig
+from moe_runtime.server.config import ExpertsConfig, ServerConfig
 
 __all__ = ["main"]
 
@@ -55,13 +65,35 @@ SIGNAL_DEBOUNCE_S = 0.5
 
 def main(args: Sequence[str] | None = None) -> int:
     """Serve until drained. Returns the exit code."""
+    error_file = ErrorFile(os.environ.get("RANK", "0"))
+    try:
+        code = _main(args, error_file)
+    except SystemExit as end:
+        _leave_reason(error_file, int(end.code or 0))
+        raise
+    except KeyboardInterrupt:
+        code = exit_code_of_signal(signal.SIGINT)
+    _leave_reason(error_file, code)
+    return code
+
+
+def _leave_reason(error_file: ErrorFile, code: int) -> None:
+    """For torchrun."""
+    if code:
+        reason = "aborted by a signal" if code > exit_code_of_signal(signal.SIGHUP) else last_error()
+        error_file.write(f"exit code {code}: {reason or 'see the log'}", is_first=True)
+    else:
+        error_file.remove()
+
+
+def _main(args: Sequence[str] | None, error_file: ErrorFile) -> int:
     start_s = time.monotonic()
     config = parse_config(ServeConfig, args, prog="moe_runtime.serve")
     try:
         group = init_ranks(config.engine.device)
     except ValueError as error:
         usage_error(str(error))
-    setup_logging(group.rank)
+    setup_logging(group.rank, log_format=config.log_format)
     plan = _plan(config, group)
     tensor_parallel: TensorParallel | None = None
     try:
@@ -71,18 +103,23 @@ def main(args: Sequence[str] | None = None) -> int:
         deployment = plan_deployment(plan, config.engine, group, transport.name)
     except (ValueError, CapacityError) as error:  # on every rank alike
         does_not_fit = isinstance(error, CapacityError)
-        logger.error("%s%s", "the model does not fit: " if does_not_fit else "", error)
+        if group.rank == 0:
+            print_error(f"the model does not fit: {error}" if does_not_fit else str(error))
         close_ranks(group, tensor_parallel)
         return EXIT_NO_FIT if does_not_fit else EXIT_USAGE
     front_end: FrontEndProcess | None = None
+    watch: RankWatch | None = None
     address = _Address()
     try:
         if group.rank == 0:
             try:
                 front_end = FrontEndProcess(_server_config(config, plan, deployment, group))
-                address = _Address(endpoint=front_end.endpoint, port=front_end.port)
+                address = _Address(
+                    endpoint=front_end.endpoint, watch=front_end.watch_endpoint, port=front_end.port
+                )
             except ChildFailedError as error:
-                logger.error("%s", error)
+                if error.exit_code != EXIT_USAGE:  # else it has said what is wrong
+                    logger.error("%s", error)
                 address = _Address(exit_code=error.exit_code or EXIT_FAULT)
         address = msgspec.msgpack.decode(
             group.all_gather_bytes(msgspec.msgpack.encode(address))[0], type=_Address
@@ -90,8 +127,25 @@ def main(args: Sequence[str] | None = None) -> int:
         if address.exit_code:
             close_ranks(group, tensor_parallel)
             return address.exit_code
-        return _serve(config, plan, deployment, transport, tensor_parallel, front_end, address, start_s)
+        watch = RankWatch(
+            group.rank,
+            address.watch,
+            heartbeat_timeout_s=config.http.heartbeat_timeout_s,
+            clock=StepClock(config.steps.slow_step_s),
+            error_file=error_file,
+            front_end=front_end,
+        )
+        watch.start()
+        try:
+            return _serve(
+                config, plan, deployment, transport, tensor_parallel, front_end, address, watch, start_s
+            )
+        except Exception as error:
+            logger.exception("rank %d cannot go on", group.rank)
+            watch.fail(error)
     finally:
+        if watch is not None:
+            watch.close()
         if front_end is not None:
             front_end.close()
 
@@ -107,6 +161,7 @@ class _Address(msgspec.Struct, frozen=True, kw_only=True):
     """Where rank 0's front end listens; with an exit code, that it does not."""
 
     endpoint: str = ""
+    watch: str = ""
     port: int = 0
     exit_code: int = 0
 
@@ -128,7 +183,8 @@ def _plan(config: ServeConfig, group: RankGroup) -> ModelPlan:
     ]
     faults = [rank for rank, other in enumerate(greetings) if other.fault]
     if faults:
-        print_error(greeting.fault or f"rank {faults[0]}: {greetings[faults[0]].fault}")
+        if group.rank == faults[0]:
+            print_error(greeting.fault)
     elif plan is not None and not _has_other_identity(greetings, group):
         return plan
     close_ranks(group)  # nobody leaves, which ends the others, before all have spoken
@@ -157,6 +213,7 @@ def _serve(
     tensor_parallel: TensorParallel,
     front_end: FrontEndProcess | None,
     address: _Address,
+    watch: RankWatch,
     start_s: float,
 ) -> int:
     group = transport.group
@@ -178,62 +235,58 @@ def _serve(
     except CheckpointError as error:
         usage_error(str(error))
     except InvarianceError as error:
-        logger.error("%s", error)
+        print_error(str(error))
         return EXIT_SELF_CHECK
     except (CapacityError, MemoryError, torch.OutOfMemoryError) as error:
-        logger.error("the model does not fit: %s", error)
+        print_error(f"the model does not fit: {error}")
         return EXIT_NO_FIT
     logger.info("self-check passed: %d comparisons, equal bits", model.audit.num_comparisons)
     info: dict[str, str | int | float | bool | None] = {
         "num_kv_blocks": deployment.num_kv_blocks,
-        "num_local_experts": len(
-            contiguous_placement(plan.config.num_experts, group.size).local_logical_experts(group.rank)
-        ),
+        "num_local_experts": len(_placement(plan, group).local_logical_experts(group.rank)),
         "tp_rank": tensor_parallel.rank,
+        "device": _device_name(plan.device),
         "dispatcher": transport.name,
         "dispatcher_reason": transport.reason,
         "exchange_buffer_bytes": exchange_buffer_bytes(model, group),
         "num_self_check_comparisons": model.audit.num_comparisons,
         "start_s": round(time.monotonic() - start_s, 2),
     }
+    watch.clock.numbers = functools.partial(_numbers, engine)
     service = RankService(
-        engine, group.rank, address.endpoint, info, front_end.is_alive if front_end else lambda: True
+        engine, group.rank, address.endpoint, info, clock=watch.clock, on_drain=watch.expect_end
     )
-    _install_signal_handlers(front_end)
+    _install_signal_handlers(front_end, watch)
     if group.rank == 0:
         logger.info("serving on http://%s:%d", config.http.host, address.port)
-    try:
-        service.run()
-    except RuntimeError:
-        logger.exception("rank %d stops", group.rank)
-        if plan.device.type == "cuda" and group.size > 1:
-            _leave_at_once(service, front_end)
-        return EXIT_FAULT
-    finally:
-        service.close()
+    watch.is_starting = False
+    service.run()
+    exit_code = service.exit_code
+    service.close()
+    watch.clock.numbers = str
     del engine, service
     gc.collect()  # captured graphs hold on to the communicators that end next
     close_ranks(group, tensor_parallel)
-    return EXIT_OK
+    return exit_code
 
 
-def _leave_at_once(service: RankService, front_end: FrontEndProcess | None) -> NoReturn:
-    """End this process without waiting for its GPU, on which a kernel may wait for a rank that has gone."""
-    service.close()
-    if front_end is not None:
-        front_end.close()
-    logging.shutdown()
-    os._exit(EXIT_FAULT)
+def _numbers(engine: Engine | Follower) -> str:
+    """Of the step under way, in words."""
+    vector = engine.last_vector
+    return (
+        f"{vector.num_tokens} tokens, {vector.num_mixed_tokens} of them of prompts, "
+        f"{vector.num_unfinished} sequences"
+    )
 
 
 def _check_memory(plan: ModelPlan, num_blocks: int, group: RankGroup, tp: int) -> None:
     """Refuse before loading what this host cannot hold; its first rank speaks for all of them."""
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(group.size)))
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_size = group.size if group.local_size is None else group.local_size
+    local_rank = group.rank if group.local_rank is None else group.local_rank
     if local_rank != 0 or plan.device.type != "cpu":
         return
     first = group.rank
-    placement = contiguous_placement(plan.config.num_experts, group.size)
+    placement = _placement(plan, group)
     block_bytes = kv_block_bytes(plan.config, plan.torch_dtype, tp)
     ranks = [
         rank_memory(plan.config, placement, rank, num_blocks, block_bytes, tp)
@@ -262,6 +315,7 @@ def _server_config(
     config: ServeConfig, plan: ModelPlan, deployment: Deployment, group: RankGroup
 ) -> ServerConfig:
     logger.info("%s", plan.multiple_reduction)
+    model, placement = plan.config, _placement(plan, group)
     return ServerConfig(
         host=config.http.host,
         port=config.http.port,
@@ -270,10 +324,26 @@ def _server_config(
         limits=deployment.limits,
         world_size=group.size,
         tp=config.engine.tp,
+        zmq_host=group.address,
         api_key=config.http.api_key,
         seed=config.engine.seed,
         drain_timeout_s=config.http.drain_timeout_s,
         heartbeat_timeout_s=config.http.heartbeat_timeout_s,
+        experts=ExpertsConfig(
+            num_moe_layers=len(model.moe_layer_ids),
+            num_experts=model.num_experts,
+            physical_to_logical=tuple(placement.physical_to_logical_map.tolist()),
+            first_expert=placement.first_expert,
+        ),
+        slow_step_s=config.steps.slow_step_s,
+        step_timeout_s=config.steps.step_timeout_s,
+        log_format=config.log_format,
+        request_timeout_s=config.http.request_timeout_s,
+        max_num_seqs=config.engine.max_num_seqs,
+        max_queued_seqs=config.http.max_queued_seqs,
+        max_queued_tokens=config.http.max_queued_tokens,
+        max_unread_bytes=config.http.max_unread_bytes,
+        reader_timeout_s=config.http.reader_timeout_s,
         info={
             "system_fingerprint": f"fp_{plan.fingerprint}",
             "invariance": config.engine.invariance,
@@ -285,22 +355,48 @@ def _server_config(
             "tp": config.engine.tp,
             "architecture": plan.config.architecture,
             "dtype": plan.dtype,
+            "device_architecture": device_architecture(plan.device),
             "config": msgspec.to_builtins(config.engine),
+            "resolved": {
+                "kv_cache_blocks": deployment.num_kv_blocks,
+                "max_model_len": plan.max_model_len,
+                "model_dir": str(plan.model_dir),
+                "num_layers": model.num_layers,
+                "moe_layer_ids": list(model.moe_layer_ids),
+                "num_experts": model.num_experts,
+                "num_experts_per_tok": model.num_experts_per_tok,
+            },
+            "http": {
+                **msgspec.to_builtins(config.http),
+                "api_key": None if config.http.api_key is None else "set",
+            },
         },
     )
 
 
-def _install_signal_handlers(front_end: FrontEndProcess | None) -> None:
+def _placement(plan: ModelPlan, group: RankGroup) -> ExpertPlacement:
+    """The experts of the ranks that are processes: one that plays several holds all of theirs."""
+    if plan.placement.ep_size == group.size:
+        return plan.placement
+    return contiguous_placement(plan.config.num_experts, group.size)
+
+
+def _device_name(device: torch.device) -> str:
+    return f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
+
+
+def _install_signal_handlers(front_end: FrontEndProcess | None, watch: RankWatch) -> None:
     """Rank 0 passes SIGTERM and SIGINT to the front end, which drains all ranks; the others wait for that.
 
-    One key press can reach a process twice, from the terminal and from torchrun; signals close together count once.
+    A launcher signals the ranks that are left when one has gone, too; then there is nothing to drain. One key press can
+    reach a process twice, from the terminal and from torchrun; signals close together count once.
     """
     last_s = 0.0
 
     def handle(signum: int, frame: FrameType | None) -> None:
         nonlocal last_s
         now_s = time.monotonic()
-        if front_end is not None and now_s - last_s > SIGNAL_DEBOUNCE_S:
+        if front_end is not None and now_s - last_s > SIGNAL_DEBOUNCE_S and not watch.has_fault:
             front_end.forward(signal.Signals(signum))
         last_s = now_s
 

@@ -8,11 +8,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+import tyro
 
 from moe_runtime.engine.config import EngineConfig
 
-__all__ = ["AuditConfig", "GenerateConfig", "HTTPConfig", "ServeConfig"]
+__all__ = ["AuditConfig", "GenerateConfig", "HTTPConfig", "ServeConfig", "StepConfig"]
+
+MIN_HEARTBEAT_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,15 +29,32 @@ class HTTPConfig:
         api_key: Key that clients must send as ``Authorization: Bearer``; by default none is asked for.
         served_model_name: Name that requests give as ``model``; by default the model's folder or hub id.
         drain_timeout_s: Seconds that running requests may take to finish after a first SIGTERM.
-        heartbeat_timeout_s: Seconds of silence after which a rank counts as lost.
+        heartbeat_timeout_s: Seconds of silence after which a rank, or the front end, counts as hung and is ended, and
+            all others with it.
+        request_timeout_s: Seconds that a request may take, from its queueing to its last token; over it, 504. By
+            default there is no limit.
+        max_queued_seqs: Most sequences (choices of prompts) that wait for a place among the running ones; over it, 429
+            with Retry-After.
+        max_queued_tokens: Most prompt tokens of sequences that have no output yet, while some wait; over it, 429 with
+            Retry-After.
+        max_unread_bytes: Most bytes of outputs, about, that wait for a stream's client to read; over it, the request
+            ends.
+        reader_timeout_s: Seconds after which a connection is closed whose client reads nothing of what waits for it.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
-    api_key: str | None = None
+    api_key: Annotated[str | None, tyro.conf.arg(help_behavior_hint="(default: none)")] = field(
+        default=None, repr=False
+    )
     served_model_name: str | None = None
     drain_timeout_s: float = 20.0
-    heartbeat_timeout_s: float = 30.0
+    heartbeat_timeout_s: float = 5.0
+    request_timeout_s: float | None = None
+    max_queued_seqs: int = 4096
+    max_queued_tokens: int = 4 * 2**20
+    max_unread_bytes: int = 4 * 2**20
+    reader_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -46,14 +67,53 @@ class HTTPConfig:
             raise ValueError(f"drain_timeout_s ({self.drain_timeout_s}) must be finite and not negative")
         if not math.isfinite(self.heartbeat_timeout_s) or self.heartbeat_timeout_s <= 0:
             raise ValueError(f"heartbeat_timeout_s ({self.heartbeat_timeout_s}) must be finite and positive")
+        if self.heartbeat_timeout_s < MIN_HEARTBEAT_TIMEOUT_S:
+            raise ValueError(
+                f"heartbeat_timeout_s ({self.heartbeat_timeout_s}) must be at least {MIN_HEARTBEAT_TIMEOUT_S:g}: signs "
+                "of life come twice a second, and a busy machine delays them"
+            )
+        for name in ("request_timeout_s", "reader_timeout_s"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name} ({value}) must be finite and positive")
+        for name in ("max_queued_seqs", "max_queued_tokens"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} ({getattr(self, name)}) must not be negative")
+        if self.max_unread_bytes < 1:
+            raise ValueError(f"max_unread_bytes ({self.max_unread_bytes}) must be at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepConfig:
+    """The watch over the length of steps.
+
+    Attributes:
+        slow_step_s: Seconds after which a step is logged, with what every rank is doing, and counted.
+        step_timeout_s: Seconds after which a step counts as hung, and all ranks end.
+    """
+
+    slow_step_s: float = 10.0
+    step_timeout_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        for name in ("slow_step_s", "step_timeout_s"):
+            value = getattr(self, name)
+            if not math.isfinite(value) or value <= 0:
+                raise ValueError(f"{name} ({value}) must be finite and positive")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
-    """Serve a model over HTTP."""
+    """Serve a model over HTTP.
+
+    Attributes:
+        log_format: ``text``, or ``json``: one object a line, with time, level, rank, logger and message.
+    """
 
     engine: EngineConfig = field(default_factory=EngineConfig)
     http: HTTPConfig = field(default_factory=HTTPConfig)
+    steps: StepConfig = field(default_factory=StepConfig)
+    log_format: Literal["text", "json"] = "text"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

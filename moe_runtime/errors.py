@@ -57,4 +57,13 @@ class InvarianceError(MoERuntimeError, RuntimeError):
 
 
 class PeerError(MoERuntimeError, RuntimeError):
-    """Another rank has gone, is late, or is out of step; the message names it."""
+    """Another rank has gone, is late, or is out of step; the message names it.
+
+    Args:
+        message: What was seen.
+        rank: The other rank, by its place in the world; None where that is not known.
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank

@@ -1,4 +1,5 @@
-"""Requests of every kind in one batch, and all that is promised of their results: greedy and seeded by turns."""
+"""Requests of every kind in one batch, and all that is promised of their results: greedy and seeded by turns, every
+third with rules for its logits."""
 
 from __future__ import annotations
 
@@ -10,7 +11,17 @@ from typing import Any
 from moe_runtime.engine.llm import RequestOutput
 from moe_runtime.engine.request import SamplingParams
 
-__all__ = ["bits", "mixed_params", "random_prompts"]
+__all__ = ["RULES", "bits", "mixed_params", "random_prompts"]
+
+RULES: dict[str, Any] = {
+    "repetition_penalty": 1.4,
+    "frequency_penalty": 0.3,
+    "presence_penalty": 0.2,
+    "logit_bias": {5: 1.5, 77: -100.0},
+    "allowed_token_ids": tuple(range(0, 128, 2)),
+    "stop_token_ids": (4, 8, 15, 16, 23, 42),
+}
+"""What changes which tokens are chosen, of a vocabulary of at least 128 ids. ``min_tokens`` comes with a length."""
 
 
 def random_prompts(seed: int, lengths: Sequence[int]) -> list[list[int]]:
@@ -20,15 +31,23 @@ def random_prompts(seed: int, lengths: Sequence[int]) -> list[list[int]]:
 
 
 def mixed_params(num_requests: int, num_output: int) -> list[SamplingParams]:
-    """Greedy and seeded by turns, all with logprobs of prompt and output."""
-    greedy = SamplingParams(temperature=0, max_tokens=num_output, logprobs=3, prompt_logprobs=2, seed=0)
-    return [
+    """Greedy and seeded by turns, every third with ``RULES``, all with logprobs and experts of prompt and output."""
+    greedy = SamplingParams(
+        temperature=0,
+        max_tokens=num_output,
+        logprobs=3,
+        prompt_logprobs=2,
+        seed=0,
+        return_routed_experts=True,
+    )
+    params = [
         greedy if i % 2 else replace(greedy, temperature=1.0, top_p=0.95, top_k=50, seed=1000 + i)
         for i in range(num_requests)
     ]
+    return [replace(p, **RULES, min_tokens=num_output - 1) if i % 3 == 2 else p for i, p in enumerate(params)]
 
 
 def bits(output: RequestOutput) -> tuple[Any, ...]:
     """All that is promised, exactly: Python floats hold the fp32 values."""
-    choices = [(c.token_ids, c.logprobs, c.finish_reason, c.seed) for c in output.outputs]
+    choices = [(c.token_ids, c.logprobs, c.routing, c.finish_reason, c.seed) for c in output.outputs]
     return output.prompt_ids, output.prompt_logprobs, choices

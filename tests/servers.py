@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import httpx
@@ -26,18 +26,26 @@ class RunningServer:
         url: ``http://127.0.0.1:PORT`` once ready.
     """
 
-    def __init__(self, world_size: int, flags: list[str]) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        flags: list[str],
+        *,
+        script: str | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
         launcher = [sys.executable]
         if world_size > 1:
             launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(world_size)]
             launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
-        command = [*launcher, "-m", "moe_runtime.serve", "--port", "0", *flags]
+        program = ["-m", "moe_runtime.serve"] if script is None else [script]
+        command = [*launcher, *program, "--port", "0", *flags]
         self.world_size = world_size
         self.process = subprocess.Popen(
             command,
             stderr=subprocess.PIPE,
             text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
             start_new_session=True,
         )
         self.log: list[str] = []
@@ -108,9 +116,18 @@ class RunningServer:
 
 
 @contextlib.contextmanager
-def running_server(world_size: int, *flags: str) -> Iterator[RunningServer]:
-    """A server that is ready."""
-    server = RunningServer(world_size, list(flags))
+def running_server(
+    world_size: int, *flags: str, script: str | None = None, env: Mapping[str, str] | None = None
+) -> Iterator[RunningServer]:
+    """A server that is ready.
+
+    Args:
+        world_size: Ranks.
+        flags: Of the server.
+        script: Run in place of the module ``moe_runtime.serve``.
+        env: Added to the environment.
+    """
+    server = RunningServer(world_size, list(flags), script=script, env=env)
     try:
         server.wait_ready()
         yield server

@@ -70,6 +70,7 @@ def plan_deployment(
         vocab_size=plan.config.vocab_size,
         max_model_len=plan.max_model_len,
         max_kv_tokens=num_blocks * BLOCK_SIZE,
+        eos_token_ids=plan.config.eos_token_ids,
     )
     return Deployment(num_kv_blocks=num_blocks, limits=limits)
 

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from moe_runtime.engine.model_files import read_json
+from moe_runtime.engine.request import REPETITION_PENALTY_RANGE
 from moe_runtime.errors import CheckpointError
 
 __all__ = ["SamplingDefaults", "sampling_defaults"]
 
 # Keys of generation_config.json that change results, by the value (beside null) that changes nothing.
 _UNSUPPORTED_GENERATION_KEYS: tuple[tuple[Any, str], ...] = (
-    (1, "encoder_repetition_penalty guidance_scale num_beam_groups num_beams repetition_penalty typical_p"),
+    (1, "encoder_repetition_penalty guidance_scale num_beam_groups num_beams typical_p"),
     (0, "diversity_penalty encoder_no_repeat_ngram_size epsilon_cutoff eta_cutoff frequency_penalty"),
     (0, "min_length min_new_tokens no_repeat_ngram_size penalty_alpha presence_penalty"),
     ([], "bad_words_ids begin_suppress_tokens constraints force_words_ids forced_decoder_ids sequence_bias"),
@@ -31,6 +32,7 @@ class SamplingDefaults(TypedDict):
     top_p: float
     top_k: int
     min_p: float
+    repetition_penalty: float
 
 
 def sampling_defaults(model_dir: Path) -> SamplingDefaults:
@@ -41,7 +43,7 @@ def sampling_defaults(model_dir: Path) -> SamplingDefaults:
 
     Raises:
         CheckpointError: naming file, key, value and rule, for malformed values and for keys that would change
-            results but are not implemented (``repetition_penalty`` other than 1, beams, ...).
+            results but are not implemented (beams, ``no_repeat_ngram_size``, ...).
     """
     file = model_dir / "generation_config.json"
     config = read_json(file)
@@ -68,6 +70,7 @@ def sampling_defaults(model_dir: Path) -> SamplingDefaults:
         top_p=top_p,
         top_k=top_k if top_k is not None and top_k > 0 else 0,
         min_p=_config_number(file, config, "min_p", 0.0, 0.0, 1.0),
+        repetition_penalty=_config_number(file, config, "repetition_penalty", 1.0, *REPETITION_PENALTY_RANGE),
     )
 
 

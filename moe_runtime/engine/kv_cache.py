@@ -85,12 +85,17 @@ def gpu_num_blocks(
     )
     query = model.num_attention_heads * model.head_dim
     row_items = 4 * model.hidden_size + 3 * query + 2 * model.num_kv_heads * model.head_dim
-    buffer_bytes = config.max_num_batched_tokens * row_items * item_bytes + 3 * 256 * model.vocab_size * 4
+    buffer_bytes = config.max_num_batched_tokens * row_items * item_bytes
+    buffer_bytes += (
+        (3 * 256 + 2 * 64) * model.vocab_size * 4
+    )  # logits; those of rows with rules, and their marks
     # All need Triton, which CPU machines may lack.
     from moe_runtime.comm.gpu_exchange import MAX_SLICE
     from moe_runtime.engine.gpu_experts import exchange_sizes
     from moe_runtime.kernels.attention_triton import decode_workspace_bytes
     from moe_runtime.layers.cuda_decoder import max_split_rows
+
+    buffer_bytes += config.max_num_batched_tokens * len(model.moe_layer_ids) * model.num_experts_per_tok * 2
 
     pair_items = model.moe_intermediate_size + model.hidden_size
     rows = config.max_num_batched_tokens

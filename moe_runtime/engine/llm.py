@@ -7,6 +7,7 @@ level ``batch`` the number of ranks does.
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, fields, replace
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from moe_runtime.comm.groups import RankGroup
@@ -27,6 +30,7 @@ from moe_runtime.engine.generation_config import sampling_defaults
 from moe_runtime.engine.messages import SequenceOutput, TokenLogprobs
 from moe_runtime.engine.model_loader import LoadedModel, load_model, plan_model
 from moe_runtime.engine.request import Request, SamplingParams, choice_seed, make_request, reported_seed
+from moe_runtime.engine.routed_experts import RoutedExperts, join_routed_experts, num_routed_tokens
 from moe_runtime.engine.text import TextStream
 from moe_runtime.engine.tokenizer import Tokenizer
 from moe_runtime.errors import CapacityError, CheckpointError
@@ -48,6 +52,8 @@ class CompletionOutput:
         stop_reason: Stop string or stop token id that ended it, None for an end-of-sequence id.
         seed: Seed in force (signed 64-bit, as requests take it), which repeats this choice as choice 0 of a new
             request.
+        routing: Where asked for, the logical experts of each token that has run, as bytes; ``routed_experts`` as an
+            array.
     """
 
     text: str
@@ -56,6 +62,16 @@ class CompletionOutput:
     finish_reason: str
     stop_reason: str | int | None
     seed: int
+    routing: RoutedExperts | None = None
+
+    @property
+    def routed_experts(self) -> npt.NDArray[np.uint8 | np.uint16] | None:
+        """``[tokens, layers with experts, slots]``: all tokens of prompt and output but the last output token."""
+        if self.routing is None:
+            return None
+        dtype: np.dtype[np.uint8 | np.uint16] = np.dtype(self.routing.dtype).newbyteorder("<")
+        ids: npt.NDArray[np.uint8 | np.uint16] = np.frombuffer(self.routing.data, dtype=dtype)
+        return ids.reshape(self.routing.shape)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -207,14 +223,14 @@ class LLM:
         raise CapacityError(message)
 
     def default_sampling_params(self) -> SamplingParams:
-        """The checkpoint's own temperature, top_p, top_k and min_p (``generation_config.json``), as over HTTP.
+        """The checkpoint's own temperature, top_p, top_k, min_p and repetition_penalty (``generation_config.json``), as
+        over HTTP.
 
         Change single fields with ``dataclasses.replace``; ``SamplingParams(...)`` itself knows no checkpoint, and what
         it leaves out is 1.0 or off.
 
         Raises:
-            CheckpointError: the file is malformed, or asks for what is not implemented (``repetition_penalty`` other
-                than 1, beams, ...).
+            CheckpointError: the file is malformed, or asks for what is not implemented (beams, ...).
         """
         return SamplingParams(**sampling_defaults(self.model.plan.model_dir))
 
@@ -250,9 +266,15 @@ class LLM:
             params = [params] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(f"params ({len(params)}) must be one, or as many as prompts ({len(prompts)})")
+        bad_word_ids = None if self.tokenizer is None else functools.cache(self.tokenizer.bad_word_ids)
         requests = [
             make_request(
-                str(i), self._token_ids(prompt), p, self.limits, fallback_seed=self._fallback_seed(i)
+                str(i),
+                self._token_ids(prompt),
+                p,
+                self.limits,
+                fallback_seed=self._fallback_seed(i),
+                bad_word_ids=bad_word_ids,
             )
             for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))
         ]
@@ -278,15 +300,26 @@ class LLM:
         self,
         conversations: SequenceOf[SequenceOf[dict[str, str]]],
         params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        *,
+        continue_final_message: bool = False,
     ) -> list[RequestOutput]:
         """``generate`` on conversations rendered with the model's chat template."""
-        return self.generate([self.chat_prompt(c) for c in conversations], params)
+        prompts = [self.chat_prompt(c, continue_final_message=continue_final_message) for c in conversations]
+        return self.generate(prompts, params)
 
-    def chat_prompt(self, messages: SequenceOf[dict[str, str]]) -> list[int]:
-        """Token ids of a conversation, rendered with the model's chat template up to the assistant's turn."""
+    def chat_prompt(
+        self, messages: SequenceOf[dict[str, str]], *, continue_final_message: bool = False
+    ) -> list[int]:
+        """Token ids of a conversation, rendered with the model's chat template up to the assistant's turn, or up to the
+        end of its last message, which is the assistant's.
+        """
         if self.tokenizer is None:
             raise ValueError(f"{self.model.plan.model_dir} has no tokenizer, so it has no chat template")
-        text = self.tokenizer.apply_chat_template(list(messages))
+        text = self.tokenizer.apply_chat_template(
+            list(messages),
+            add_generation_prompt=not continue_final_message,
+            continue_final_message=continue_final_message,
+        )
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _fallback_seed(self, index: int) -> int | None:
@@ -352,11 +385,13 @@ class _Choice:
 
     def __init__(self, request: Request, choice_idx: int, tokenizer: Tokenizer | None) -> None:
         self.params = request.params
+        self.num_prompt_tokens = len(request.prompt_ids)
         self.seed = reported_seed(request, choice_idx)
         self.stream = TextStream(tokenizer, request.prompt_ids, request.params) if tokenizer else None
         self.text: list[str] = []
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
+        self.routing: list[RoutedExperts] = []
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
 
@@ -372,6 +407,8 @@ class _Choice:
                 self.finish_reason, self.stop_reason = "stop", delta.stop
         self.token_ids.extend(output.token_ids[:num_tokens])
         self.logprobs.extend((output.logprobs or ())[:num_tokens])
+        if output.routed_experts is not None:
+            self.routing.append(output.routed_experts)
         if self.finish_reason is not None:
             return output.finish_reason is None
         self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
@@ -384,6 +421,10 @@ class _Choice:
             if last.stop is not None:
                 self.finish_reason, self.stop_reason = "stop", last.stop
         assert self.finish_reason is not None, "a choice has not finished"
+        routing = None
+        if self.params.return_routed_experts:
+            num_routed = num_routed_tokens(self.num_prompt_tokens, len(self.token_ids))
+            routing = join_routed_experts(self.routing).first(num_routed)
         return CompletionOutput(
             text="".join(self.text),
             token_ids=tuple(self.token_ids),
@@ -391,4 +432,5 @@ class _Choice:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             seed=self.seed,
+            routing=routing,
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -44,6 +43,7 @@ __all__ = [
     "LoadedModel",
     "ModelPlan",
     "audit_cpu",
+    "device_architecture",
     "load_model",
     "load_on_gpu",
     "plan_model",
@@ -159,7 +159,7 @@ def plan_model(
         transport_can=True,
     )
     with _open(model_dir, dtype, engine_config, tensor_specs(config), device) as source:
-        identity = f"{source.fingerprint()} {dtype} {NUMERICS_VERSION} {_architecture(device)}"
+        identity = f"{source.fingerprint()} {dtype} {NUMERICS_VERSION} {device_architecture(device)}"
     if multiple_reduction.enabled:
         # The order of a rank's experts changes no bit: slots ascend.
         identity += f" {[sorted(placement.local_logical_experts(rank)) for rank in range(ep_size)]}"
@@ -366,10 +366,10 @@ def _device(engine_config: EngineConfig, group: RankGroup | None) -> torch.devic
     if num_gpus == 1:
         # A rank's own where a launcher shows each rank one GPU; whether ranks share it is seen once they can talk.
         return torch.device("cuda", 0)
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    num_local = int(
-        os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1)
-    )  # not the rank: a host's ranks see one fault
+    assert group is not None, "several ranks are a group"
+    local_rank = group.rank if group.local_rank is None else group.local_rank
+    # Not the rank: a host's ranks see one fault.
+    num_local = group.size if group.local_size is None else group.local_size
     if num_local > num_gpus:
         # The CPU has other bits, so nothing falls back to it silently.
         raise ValueError(
@@ -398,7 +398,7 @@ def _check_gpu_rows(config: ModelConfig, max_rows: int, ep_size: int) -> None:
         )
 
 
-def _architecture(device: torch.device) -> str:
+def device_architecture(device: torch.device) -> str:
     """What equal bits need of the hardware."""
     if device.type == "cpu":
         return f"cpu {cpu_key()}"

@@ -1,7 +1,7 @@
 """From rows of hidden states to chosen tokens and returned logprobs.
 
-Logprobs are those of the raw fp32 log-softmax, from one function for prompt and output tokens, before temperature and
-any mask. Rows go through the head in slices so that logits never need much memory; slicing changes no bit.
+Logprobs are those of the raw fp32 log-softmax, from one function for prompt and output tokens, before penalties, bias,
+masks and temperature. Rows go through the head in slices so that logits never need much memory; slicing changes no bit.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 
 from moe_runtime.engine.batch import LogitsRow
 from moe_runtime.engine.messages import TokenLogprobs
+from moe_runtime.kernels.logit_rules import apply_rules
 from moe_runtime.kernels.sampling import RowSampling, sample
 from moe_runtime.kernels.schedules import Control, active_control
 from moe_runtime.kernels.softmax import log_softmax, top_logprobs
@@ -74,10 +75,21 @@ def _choose(logits: torch.Tensor, rows: SequenceOf[LogitsRow]) -> list[int]:
         else:
             free.append(i)
     if free:
-        chosen = sample(logits[torch.tensor(free)], [row_sampling(rows[i], i) for i in free])
+        chosen = sample(_with_rules(logits, rows, free), [row_sampling(rows[i], i) for i in free])
         for i, token_id in zip(free, chosen, strict=True):
             token_ids[i] = token_id
     return token_ids
+
+
+def _with_rules(logits: torch.Tensor, rows: SequenceOf[LogitsRow], which: list[int]) -> torch.Tensor:
+    """Logits of some rows, those with rules for their next token by these rules."""
+    result = logits[torch.tensor(which)]
+    rules = {at: rule for at, i in enumerate(which) if (rule := rows[i].sequence.rules) is not None}
+    if rules:
+        index = torch.tensor(list(rules))
+        last_ids = [rows[which[at]].sequence.token_ids[-1] for at in rules]
+        result[index] = apply_rules(result[index], list(rules.values()), last_ids)
+    return result
 
 
 def row_sampling(row: LogitsRow, row_idx: int) -> RowSampling:

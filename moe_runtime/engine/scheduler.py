@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from moe_runtime.engine.block_manager import BlockManager
 from moe_runtime.engine.request import Request
 from moe_runtime.engine.sequence import Sequence
+from moe_runtime.engine.sequence_rules import SequenceRules
 
 __all__ = ["ScheduledChunk", "Scheduler", "SchedulerConfig"]
 
@@ -75,8 +76,9 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue all choices of a request."""
+        rules = SequenceRules.of(request)
         for choice_idx in range(request.params.n):
-            self.waiting.append(Sequence(request, choice_idx, self._num_arrivals))
+            self.waiting.append(Sequence(request, choice_idx, self._num_arrivals, rules))
             self._num_arrivals += 1
 
     def abort(self, request_id: str, choice_idx: int | None = None) -> None:

@@ -8,36 +8,22 @@ invariant as the ids are.
 
 from __future__ import annotations
 
-import datetime
 import functools
-import json
-import re
-import threading
-import time
-import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.runtime
-import jinja2.sandbox
-import jinja2.visitor
 
 from moe_runtime.engine.request import SamplingParams
+from moe_runtime.engine.template_sandbox import compile_template, template_budget
 from moe_runtime.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from moe_runtime.engine.tokenizer import Tokenizer
 
 __all__ = [
-    "MAX_TEMPLATE_CHARS",
-    "MAX_TEMPLATE_CPU_S",
-    "MAX_TEMPLATE_STEPS",
     "ChatTemplate",
     "LogprobToken",
     "StopMatcher",
@@ -45,10 +31,6 @@ __all__ = [
     "TextStream",
     "logprob_token",
 ]
-
-MAX_TEMPLATE_STEPS = 1_000_000
-MAX_TEMPLATE_CHARS = 16 * 2**20
-MAX_TEMPLATE_CPU_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,13 +138,14 @@ class TextStream:
         Args:
             tokenizer: The checkpoint's.
             prompt_ids: Ids before the output; the text is their continuation (see ``Tokenizer.decoder``).
-            params: ``stop``, ``include_stop_str_in_output`` and ``skip_special_tokens`` are used.
+            params: ``stop``, ``include_stop_str_in_output``, ``skip_special_tokens`` and ``min_tokens`` are used.
         """
         self._decoder = tokenizer.decoder(
             skip_special_tokens=params.skip_special_tokens, prompt_ids=prompt_ids
         )
         self._matcher = _stop_matcher(tuple(params.stop)) if params.stop else None
         self._keep_stop = params.include_stop_str_in_output
+        self._num_to_come = params.min_tokens  # tokens that complete no stop string
         self._state = 0
         self._held = ""
         self._stop: str | None = None
@@ -194,11 +177,12 @@ class TextStream:
             if self._stop is not None:
                 break
             num_tokens += 1
+            may_stop, self._num_to_come = self._num_to_come <= 0, self._num_to_come - 1
             if ends_with_stop_token and i == last and not self._keep_stop:
                 break
             text = self._decoder.step(token_id)
             if text:
-                pieces.append(self._advance(text))
+                pieces.append(self._advance(text, may_stop=may_stop))
         return TextDelta(text="".join(pieces), num_tokens=num_tokens, stop=self._stop)
 
     def finish(self) -> TextDelta:
@@ -212,13 +196,13 @@ class TextStream:
         self._is_finished = True
         text = ""
         if self._stop is None:
-            text = self._advance(self._decoder.finish())
+            text = self._advance(self._decoder.finish(), may_stop=self._num_to_come < 0)
             if self._stop is None:
                 text += self._held
         return TextDelta(text=text, num_tokens=0, stop=self._stop)
 
-    def _advance(self, text: str) -> str:
-        """Take in decoded text and return what may be shown."""
+    def _advance(self, text: str, *, may_stop: bool) -> str:
+        """Take in decoded text and return what may be shown; only where it may, the text ends at a stop string."""
         if self._matcher is None:
             return text
         matcher, state = self._matcher, self._state
@@ -226,7 +210,7 @@ class TextStream:
         for end in range(len(self._held) + 1, len(buffer) + 1):
             state = matcher.step(state, buffer[end - 1])
             stop = matcher.matched[state]
-            if stop:
+            if stop and may_stop:
                 self._stop = stop
                 # With the stop string kept, its beginning may have been shown already.
                 return buffer[:end] if self._keep_stop else buffer[: end - len(stop)]
@@ -239,9 +223,8 @@ class TextStream:
 class ChatTemplate:
     """A checkpoint's Jinja template, run as transformers runs it, but within bounds.
 
-    It runs in a sandbox and is refused once it exceeds ``MAX_TEMPLATE_STEPS`` loop turns and calls,
-    ``MAX_TEMPLATE_CPU_S`` of processor time or ``MAX_TEMPLATE_CHARS``. Loops and calls are charged as they
-    happen, so one that never ends, or doubles a text for ever, is stopped in any place of the template.
+    It runs in a sandbox whose bounds ``template_sandbox`` tells; one that never ends, or writes without bound, is
+    stopped in any place of the template.
     """
 
     def __init__(self, source: str) -> None:
@@ -266,15 +249,12 @@ class ChatTemplate:
         scope["messages"] = _plain_messages(messages)
         try:
             if self._template is None:
-                self._template = _compile_template(self._source)
-            _budget.num_steps = MAX_TEMPLATE_STEPS
-            _budget.cpu_deadline_s = time.thread_time() + MAX_TEMPLATE_CPU_S
-            return self._template.render(scope)
+                self._template = compile_template(self._source)
+            with template_budget():
+                return self._template.render(scope)
         except Exception as error:  # a template is a program: whatever it raises is about these messages
             reason = str(error) or type(error).__name__
             raise _bad_messages(f"cannot be rendered by the chat template: {reason[:500]}") from error
-        finally:
-            _budget.num_steps = None
 
 
 def _bad_messages(rule: str) -> InvalidRequestError:
@@ -313,184 +293,3 @@ def _text_part(part: Any, message_idx: int) -> str:
         return str(part["text"])
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
     raise _bad_messages(f"[{message_idx}].content has a part of type {kind!r}; only text parts are accepted")
-
-
-class _Budget(threading.local):
-    """What the template rendered by this thread may still do; None outside rendering (constant folding)."""
-
-    num_steps: int | None = None
-    cpu_deadline_s: float = 0.0
-
-    def charge(self, num_steps: int = 1) -> None:
-        if self.num_steps is None:
-            return
-        self.num_steps -= num_steps
-        if self.num_steps < 0 or time.thread_time() > self.cpu_deadline_s:
-            raise jinja2.exceptions.SecurityError(
-                f"it takes more than {MAX_TEMPLATE_STEPS} steps or {MAX_TEMPLATE_CPU_S:g} s"
-            )
-
-
-_budget = _Budget()
-
-
-class _Counted:
-    """An iterable whose turns are charged to the budget; keeps the length for ``loop.length``."""
-
-    def __init__(self, items: Iterable[Any]) -> None:
-        self._items = items
-
-    def __iter__(self) -> Iterator[Any]:
-        for item in self._items:
-            _budget.charge()
-            yield item
-
-    def __len__(self) -> int:
-        return len(self._items)  # type: ignore[arg-type]  # a TypeError is what callers expect
-
-
-class _CountLoops(jinja2.visitor.NodeTransformer):
-    """Wrap what every ``for`` iterates over, and check every ``~``."""
-
-    def visit_For(self, node: jinja2.nodes.For) -> jinja2.nodes.For:  # noqa: N802
-        self.generic_visit(node)
-        node.iter = jinja2.nodes.Filter(node.iter, "__counted", [], [], None, None, lineno=node.lineno)
-        return node
-
-    def visit_Concat(self, node: jinja2.nodes.Concat) -> jinja2.nodes.Node:  # noqa: N802
-        self.generic_visit(node)
-        return jinja2.nodes.Filter(node, "__checked", [], [], None, None, lineno=node.lineno)
-
-
-class _GenerationTag(jinja2.ext.Extension):
-    """``{% generation %}``, by which templates mark the assistant's turns; its body is kept as it is."""
-
-    tags: set[str] = {"generation"}  # noqa: RUF012  # declared so by the base class
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """The sandbox that transformers gives to chat templates, with a budget for loops, calls and lengths."""
-
-    intercepted_binops = frozenset(["+", "*", "**", "%"])
-
-    def __init__(self) -> None:
-        super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
-        )
-        self.concat = _bounded_concat  # type: ignore[method-assign]
-        self.filters |= {name: _guarded(function) for name, function in self.filters.items()}
-        self.filters["tojson"] = _tojson
-        self.filters["__counted"] = _Counted
-        self.filters["__checked"] = _checked
-        del self.globals["lipsum"]  # placeholder text of any length
-        self.globals["raise_exception"] = _raise_exception
-        self.globals["strftime_now"] = _strftime_now
-
-    def call(self, context: jinja2.runtime.Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        _budget.charge()
-        if isinstance(obj, jinja2.runtime.LoopContext) and args:
-            args = (_Counted(args[0]), *args[1:])
-        _check_arguments(args, kwargs)
-        method = getattr(obj, "__wrapped__", obj)  # the sandbox wraps str.format
-        if isinstance(method, types.BuiltinMethodType) and method.__name__ in ("format", "format_map"):
-            _check_format(method.__self__)
-        return _checked(super().call(context, obj, *args, **kwargs))
-
-    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "*":
-            for items, count in ((left, right), (right, left)):
-                if isinstance(items, str | list | tuple) and isinstance(count, int):
-                    _check_chars(len(items) * count)
-        if operator == "%":
-            _check_format(left)
-        if operator == "**" and max(abs(left), abs(right)) > 1024:
-            raise jinja2.exceptions.SecurityError(
-                "it raises a number above 1024 to a power, or to one above 1024"
-            )
-        return _checked(super().call_binop(context, operator, left, right))
-
-
-def _check_chars(num_chars: int) -> None:
-    if num_chars > MAX_TEMPLATE_CHARS:
-        raise jinja2.exceptions.SecurityError(f"it writes more than {MAX_TEMPLATE_CHARS} characters")
-
-
-def _check_arguments(args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
-    """Widths, counts and the like: functions in C cannot be stopped once they have begun."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, int):
-            _check_chars(abs(value))
-
-
-def _check_format(pattern: object) -> None:
-    if isinstance(pattern, str) and re.search(r"\d{6}|\*|:[^}]*{", pattern):
-        raise jinja2.exceptions.SecurityError(
-            "it formats with a width of six or more digits, or a computed one"
-        )
-
-
-def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        _budget.charge()
-        _check_arguments(args[1:], kwargs)
-        if function.__name__ == "do_format":
-            _check_format(args[0])
-        return _checked(function(*args, **kwargs))
-
-    return guarded
-
-
-def _checked(value: Any) -> Any:
-    if isinstance(value, str | list | tuple):
-        _check_chars(len(value))
-        _budget.charge(len(value) // 4096)  # copies of long texts are steps, too
-    return value
-
-
-def _bounded_concat(pieces: Iterable[str]) -> str:
-    kept: list[str] = []
-    num_chars = 0
-    for piece in pieces:
-        num_chars += len(piece)
-        _check_chars(num_chars)
-        kept.append(piece)
-    _budget.charge(1 + num_chars // 4096)
-    return "".join(kept)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """jinja2's own filter escapes HTML characters, which models have not been trained on."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _raise_exception(message: object) -> str:
-    raise jinja2.exceptions.TemplateError(str(message))
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.datetime.now().strftime(pattern)
-
-
-@functools.cache
-def _environment() -> _Environment:
-    return _Environment()
-
-
-def _compile_template(source: str) -> jinja2.Template:
-    environment = _environment()
-    tree = _CountLoops().visit(environment.parse(source))
-    code = environment.compile(tree)
-    return jinja2.Template.from_code(environment, code, environment.make_globals(None))

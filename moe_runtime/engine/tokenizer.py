@@ -15,6 +15,7 @@ import codecs
 import functools
 import json
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -197,6 +198,17 @@ class Tokenizer:
         """
         return IncrementalDecoder(self, skip_special_tokens=skip_special_tokens, prompt_ids=prompt_ids)
 
+    def bad_word_ids(self, word: str) -> list[tuple[int, ...]]:
+        """A word that is not to be written, in tokens: with and without one space before it; one form of space alone.
+
+        Raises:
+            InvalidRequestError: with ``param='bad_words'``, for text with unpaired surrogates.
+        """
+        bare = word.lstrip(" ")
+        forms = (bare, f" {bare}") if bare else (word,)
+        ids = [tuple(self.encode(form, add_special_tokens=False, param="bad_words")) for form in forms]
+        return list(dict.fromkeys(ids))
+
     def token_bytes(self, token_id: int) -> bytes:
         """Exact bytes that a token adds to a text, leading space included; empty beyond the vocabulary."""
         piece = self._bytes.get(token_id)
@@ -222,19 +234,31 @@ class Tokenizer:
         return token_id in self._special_ids
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **variables: Any,
     ) -> str:
         """Render messages as the model expects them. Encode the text with ``add_special_tokens=False``.
 
         Args:
             messages: OpenAI-style messages; see ``ChatTemplate.render``.
             add_generation_prompt: End with the header of the assistant's turn.
+            continue_final_message: End with the content of the last message, the assistant's, as it was given: what
+                the template writes after it is cut off. Not together with ``add_generation_prompt``.
             **variables: Further template variables (``tools``, ``enable_thinking``, ...), JSON values.
 
         Raises:
             InvalidRequestError: with ``param='messages'``, for malformed messages, a missing template, or
-                whatever the template raises.
+                whatever the template raises; for flags that exclude each other.
         """
+        if continue_final_message and add_generation_prompt:
+            raise InvalidRequestError(
+                "continue_final_message (true) must be given with add_generation_prompt false",
+                param="continue_final_message",
+            )
         name = "tool_use" if variables.get("tools") and "tool_use" in self._templates else "default"
         template = self._templates.get(name)
         if template is None:
@@ -243,6 +267,8 @@ class Tokenizer:
                 param="messages",
             )
         scope = {**self.special_tokens, **variables, "add_generation_prompt": add_generation_prompt}
+        if continue_final_message:
+            return _render_open(template, messages, scope)
         return template.render(messages, scope)
 
     def _named_id(self, name: str) -> int | None:
@@ -301,6 +327,30 @@ class IncrementalDecoder:
             piece = piece[len(strip) :]
             self._num_strip -= 1
         return piece
+
+
+def _render_open(
+    template: ChatTemplate, messages: Sequence[Mapping[str, Any]], scope: Mapping[str, Any]
+) -> str:
+    """A conversation up to the end of its last message, found by a mark that nobody can have written."""
+    last = messages[-1] if isinstance(messages, Sequence) and messages else None
+    if not isinstance(last, Mapping) or last.get("role") != "assistant":
+        raise InvalidRequestError(
+            "messages must end with one of the assistant where continue_final_message is true",
+            param="messages",
+        )
+    content, mark = last.get("content"), f"CONTINUE{secrets.token_hex(16)}"
+    marked = [*content, {"type": "text", "text": mark}] if isinstance(content, list) else f"{content}{mark}"
+    if not isinstance(content, str | list) or not content:
+        raise InvalidRequestError(
+            "messages must end with text where continue_final_message is true", param="messages"
+        )
+    before, found, _ = template.render([*messages[:-1], {**last, "content": marked}], scope).rpartition(mark)
+    if not found:
+        raise InvalidRequestError(
+            "messages cannot be continued: the chat template leaves out the last one", param="messages"
+        )
+    return before.replace(mark, "")
 
 
 def _named_special_tokens(config: Mapping[str, Any], file: Path) -> dict[str, str]:

@@ -51,6 +51,11 @@ class Answer:
     requests: Sequence[Request]
     renderer: ChoiceRenderer
     created: int = field(default_factory=lambda: int(time.time()))
+    _common_seed: int | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        seeds = {request.params.seed for request in self.requests}
+        object.__setattr__(self, "_common_seed", seeds.pop() if len(seeds) == 1 else None)
 
     async def respond(self, http_request: HttpRequest) -> Response:
         """Stream or wait, as the body asks."""
@@ -111,6 +116,8 @@ class Answer:
             choice["token_ids"] = delta.token_ids
             if delta.is_first:
                 choice["prompt_token_ids"] = request.prompt_ids
+        if delta.routed_experts is not None:
+            choice["routed_experts"] = delta.routed_experts.document()
         return choice
 
     def _usage(self, generation: Generation) -> dict[str, Any]:
@@ -125,14 +132,13 @@ class Answer:
     def _envelope(
         self, object_name: str, choices: list[dict[str, Any]], usage: dict[str, Any] | None
     ) -> dict[str, Any]:
-        seeds = {request.params.seed for request in self.requests}
         return {
             "id": self.call_id,
             "object": object_name,
             "created": self.created,
             "model": self.context.config.served_model_name,
             "system_fingerprint": self.context.config.system_fingerprint,
-            "seed": seeds.pop() if len(seeds) == 1 else None,
+            "seed": self._common_seed,
             "choices": choices,
             "usage": usage,
         }

@@ -12,7 +12,10 @@ from moe_runtime.server.errors import ApiError, error_response
 
 __all__ = ["OPEN_PATHS", "ApiKeyMiddleware"]
 
-OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/version"})
+OPEN_PATHS = frozenset(
+    {"/", "/status.css", "/status.js", "/status.svg", "/health", "/health/live", "/health/ready", "/version"}
+)
+"""Probes, and the files of the status page, which hold nothing of the deployment and ask for the key."""
 
 
 class ApiKeyMiddleware:

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+import json
+import math
+from typing import Any, Self, TypeVar
 
 import msgspec
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from moe_runtime.errors import InvalidRequestError
-from moe_runtime.server.errors import ApiError
+from moe_runtime.server.errors import RETRY_AFTER_S, ApiError
 from moe_runtime.server.unsupported import drop_neutral_fields
 
-__all__ = ["MAX_DISCARDED_BYTES", "decode_json", "parse_body", "read_body"]
+__all__ = ["MAX_DISCARDED_BYTES", "MAX_HELD_BYTES", "decode_json", "parse_body", "read_body"]
+
+# Of all bodies that are being read, together.
+MAX_HELD_BYTES = 256 * 2**20
 
 # A body that is too large is read to its end up to this size: its client sees the answer, not a reset.
 MAX_DISCARDED_BYTES = 64 * 2**20
+
+# Of larger bodies that are no JSON the reason is not looked for.
+_MAX_EXPLAINED_BYTES = 2**16
 
 _BodyT = TypeVar("_BodyT", bound=BaseModel)
 
@@ -38,30 +46,34 @@ async def read_body(request: Request, max_body_bytes: int) -> bytes:
     """The whole body.
 
     Raises:
-        ApiError: 413, it is larger than ``max_body_bytes``.
+        ApiError: 413, it is larger than ``max_body_bytes``; 415, it is said to be something else than plain JSON;
+            400, its length is given twice, or it does not arrive whole; 429, other bodies leave no room for it.
     """
+    _check_headers(request)
     length = request.headers.get("content-length", "")
-    claimed = int(length) if length.isdecimal() and len(length) < 20 else 0
+    claimed = int(length[:19]) if length.isdecimal() else 0
     if claimed > MAX_DISCARDED_BYTES or (claimed > max_body_bytes and "expect" in request.headers):
         raise _too_large(max_body_bytes, close=True)
     chunks: list[bytes] = []
     num_bytes = 0
-    try:
-        async for chunk in request.stream():
-            num_bytes += len(chunk)
-            if num_bytes <= max_body_bytes:
-                chunks.append(chunk)
-            elif num_bytes > MAX_DISCARDED_BYTES:
-                raise _too_large(max_body_bytes, close=True)
-    except ClientDisconnect:
-        raise ApiError(400, "the client went away before its request was complete") from None
+    with _HeldBytes() as held:
+        try:
+            async for chunk in request.stream():
+                num_bytes += len(chunk)
+                if num_bytes <= max_body_bytes:
+                    held.add(len(chunk))
+                    chunks.append(chunk)
+                elif num_bytes > MAX_DISCARDED_BYTES:
+                    raise _too_large(max_body_bytes, close=True)
+        except ClientDisconnect:
+            raise ApiError(400, "the client went away before its request was complete") from None
     if num_bytes > max_body_bytes:
         raise _too_large(max_body_bytes)
     return b"".join(chunks)
 
 
 def decode_json(data: bytes) -> Any:
-    """Strict JSON: no NaN or Infinity, no lone surrogates, no invalid UTF-8.
+    """Strict JSON: no NaN or Infinity, no lone surrogates, no invalid UTF-8. Of a name given twice the last counts.
 
     Raises:
         InvalidRequestError: it is none.
@@ -71,6 +83,10 @@ def decode_json(data: bytes) -> Any:
     except RecursionError:
         raise InvalidRequestError("the body is nested too deeply", code="invalid_json") from None
     except (msgspec.DecodeError, UnicodeError) as error:
+        field = _non_finite_field(data)
+        if field is not None:
+            rule = f"{field[0]} ({field[1]}) must be a finite number"
+            raise InvalidRequestError(rule, param=field[0], code="invalid_json") from None
         raise InvalidRequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
 
 
@@ -91,6 +107,72 @@ def parse_body(data: bytes, body_type: type[_BodyT]) -> _BodyT:
         rule = _RULES.get(first["type"], _lower_first(first["msg"]))
         shown = "" if first["type"] in ("missing", "extra_forbidden") else f" ({_show(first['input'])})"
         raise InvalidRequestError(f"{param}{shown} {rule}", param=param) from None
+
+
+class _HeldBytes:
+    """What one request holds of ``MAX_HELD_BYTES`` while it is being read."""
+
+    total_bytes = 0
+
+    def __enter__(self) -> Self:
+        self._own_bytes = 0
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        _HeldBytes.total_bytes -= self._own_bytes
+
+    def add(self, num_bytes: int) -> None:
+        """Raises ``ApiError`` 429 where there is no room."""
+        if _HeldBytes.total_bytes + num_bytes > MAX_HELD_BYTES:
+            raise ApiError(
+                429,
+                f"all bodies that are being read would have more than {MAX_HELD_BYTES} bytes",
+                type="overloaded_error",
+                code="too_many_bytes",
+                headers={"Retry-After": str(RETRY_AFTER_S), "Connection": "close"},
+            )
+        self._own_bytes += num_bytes
+        _HeldBytes.total_bytes += num_bytes
+
+
+def _non_finite_field(data: bytes) -> tuple[str, float] | None:
+    """The first field whose value is NaN or infinite, which Python's own parser takes and JSON has not."""
+    if len(data) > _MAX_EXPLAINED_BYTES:
+        return None
+    try:
+        fields = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    values = fields.items() if isinstance(fields, dict) else ()
+    return next(((n, v) for n, v in values if isinstance(v, float) and not math.isfinite(v)), None)
+
+
+def _check_headers(request: Request) -> None:
+    """A body without a type is taken for JSON, so that ``curl`` can be told to send none."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type not in ("", "application/json"):
+        raise ApiError(
+            415,
+            f"Content-Type ({_show(media_type)}) must be application/json",
+            param="Content-Type",
+            code="unsupported_media_type",
+        )
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise ApiError(
+            415,
+            f"Content-Encoding ({_show(encoding)}) must be identity: bodies are not decompressed",
+            param="Content-Encoding",
+            code="unsupported_content_encoding",
+        )
+    if "content-length" in request.headers and "transfer-encoding" in request.headers:
+        raise ApiError(
+            400,
+            "Content-Length must not be sent together with Transfer-Encoding",
+            param="Content-Length",
+            code="invalid_http",
+            headers={"Connection": "close"},
+        )
 
 
 def _too_large(max_body_bytes: int, *, close: bool = False) -> ApiError:

@@ -34,9 +34,16 @@ def chat_router(context: Context) -> APIRouter:
         context.require_ready()
         body = parse_body(data, ChatBody)
         context.require_model(body.model)
+        context.require_room()
         check_stream_options(body)
         num_top = _num_top_logprobs(body)
-        prompt = await chat_prompt(body.messages, context.tokenizer, context.config.limits.max_total_tokens)
+        prompt = await chat_prompt(
+            body.messages,
+            context.tokenizer,
+            context.config.limits.max_total_tokens,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            continue_final_message=bool(body.continue_final_message),
+        )
         call_id = new_id("chatcmpl")
         request = _engine_request(context, body, prompt, call_id, num_top)
         renderer = ChatRenderer(context.tokenizer, body, request)
@@ -132,4 +139,5 @@ def _engine_request(
             context.config.limits,
             prompt_param=prompt.param,
             fallback_seed=context.fallback_seed() if params.seed is None else None,
+            bad_word_ids=context.tokenizer.bad_word_ids,
         )

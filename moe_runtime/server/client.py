@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import logging
 import time
@@ -20,8 +21,11 @@ from moe_runtime.engine.messages import (
     SequenceOutput,
 )
 from moe_runtime.engine.request import Request
+from moe_runtime.exit_codes import EXIT_OK
+from moe_runtime.server.admission import Admission
 from moe_runtime.server.config import ServerConfig
 from moe_runtime.server.errors import ApiError, unavailable
+from moe_runtime.server.gang_watch import GangWatch
 from moe_runtime.server.mailbox import Mailbox
 from moe_runtime.server.rank_socket import RankSocket
 
@@ -51,6 +55,7 @@ class RankState:
         last_seen: ``time.monotonic()`` of its latest message.
         num_sequences: Open choices that it was given.
         num_tokens: Prompt and output tokens that they may come to.
+        expert_load: Its latest counts (``RankReport.expert_load``).
     """
 
     pid: int
@@ -60,6 +65,7 @@ class RankState:
     num_sequences: int = 0
     num_tokens: int = 0
     has_gone: bool = False
+    expert_load: bytes | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,6 +75,7 @@ class _OpenRequest:
     mailbox: Mailbox
     request_idx: int
     open_choices: set[int]
+    pending_choices: set[int]
 
 
 class EngineClient:
@@ -77,16 +84,24 @@ class EngineClient:
     Args:
         config: The front end's configuration.
         on_failure: Called once, with the reason, when a rank is lost.
+
+    Attributes:
+        on_slow_step: Called for every step that takes longer than ``slow_step_s``.
+        watch: What decides who is lost.
     """
 
     def __init__(self, config: ServerConfig, *, on_failure: Callable[[str], None]) -> None:
+        self.on_slow_step: Callable[[], None] = lambda: None
         self.phase = Phase.STARTING
         self.ranks: dict[int, RankState] = {}
+        self.admission = Admission(config, self.ranks)
         self.all_gone = asyncio.Event()
         self.idle = asyncio.Event()
         self.idle.set()
         self._config = config
         self._on_failure = on_failure
+        self._has_failed = False
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._open: dict[str, _OpenRequest] = {}
         self._reason = ""
         self._drain_message: Drain | None = None
@@ -97,6 +112,13 @@ class EngineClient:
             on_message=self._on_message,
             on_unreachable=self._on_unreachable,
             on_disconnect=self._on_disconnect,
+        )
+        self.watch = GangWatch(
+            config,
+            on_suspicion=lambda reason: self._call(self._suspect, reason),
+            on_verdict=lambda verdict: self._call(self.fail, verdict.reason),
+            on_slow_step=lambda: self._call(lambda: self.on_slow_step()),
+            on_tick=lambda: self._call(self.watch.loop_is_alive),
         )
 
     @property
@@ -110,16 +132,17 @@ class EngineClient:
         return len(self._open)
 
     async def run(self) -> None:
-        """Receive from ranks and watch their heartbeats until cancelled."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._socket.run())
-            group.create_task(self._watch_heartbeats())
+        """Receive from ranks and watch them until cancelled."""
+        self._loop = asyncio.get_running_loop()
+        self.watch.start()
+        await self._socket.run()
 
     def close(self) -> None:
-        """Let go of the socket."""
+        """Let go of the sockets."""
         if self._probe is not None:
             self._probe.cancel()
         self._socket.close()
+        self.watch.close()
 
     def unavailable_error(self) -> ApiError | None:
         """Why no request can be taken now, or None."""
@@ -134,6 +157,13 @@ class EngineClient:
             case _:
                 return unavailable("the server is shutting down", code="draining")
 
+    def readiness_error(self) -> ApiError | None:
+        """Why no traffic should come this way, or None. A rank that is quiet may go on, so requests are still taken."""
+        error = self.unavailable_error()
+        if error is None and self.watch.quiet:
+            error = unavailable(self.watch.quiet, code="not_ready")
+        return error
+
     def submit(self, request: Request, mailbox: Mailbox, request_idx: int) -> None:
         """Start ``request`` on the least loaded group of ranks; its outputs go to ``mailbox`` under ``request_idx``.
 
@@ -147,12 +177,22 @@ class EngineClient:
         rank = min(first_ranks, key=lambda r: (self.ranks[r].num_sequences, self.ranks[r].num_tokens, r))
         choices = set(range(request.params.n))
         entry = _OpenRequest(
-            request=request, rank=rank, mailbox=mailbox, request_idx=request_idx, open_choices=choices
+            request=request,
+            rank=rank,
+            mailbox=mailbox,
+            request_idx=request_idx,
+            open_choices=choices,
+            pending_choices=set(choices),
         )
         self._open[request.request_id] = entry
         self.idle.clear()
         self._count(entry, len(choices))
+        self.admission.on_start(len(choices), len(choices) * len(request.prompt_ids))
         self._socket.send_round(rank, lambda epoch: AddRequest(epoch=epoch, request=request))
+
+    def is_open(self, request_id: str) -> bool:
+        """Whether outputs of the request are still to come."""
+        return request_id in self._open
 
     def abort(self, request_id: str, choice_idx: int | None = None) -> None:
         """Forget a request or one of its choices; nothing happens where it has ended already."""
@@ -174,21 +214,33 @@ class EngineClient:
         if self.phase in (Phase.STARTING, Phase.SERVING):
             self.phase = Phase.DRAINING
 
-    def drain(self, *, abort: bool) -> None:
-        """Tell all ranks to leave together; ``abort`` drops what they still run."""
+    def drain(self, *, abort: bool, exit_code: int = EXIT_OK) -> None:
+        """Tell all ranks to leave together; ``abort`` drops what they still run, they exit with ``exit_code``."""
         self.phase = Phase.DRAINED
-        self._socket.send_round_to_all(lambda epoch: Drain(epoch=epoch, abort=abort))
-        self._drain_message = Drain(epoch=self._socket.epoch, abort=abort)
+        self.watch.stand_down()
+        self._socket.send_round_to_all(lambda epoch: Drain(epoch=epoch, abort=abort, exit_code=exit_code))
+        self._drain_message = Drain(epoch=self._socket.epoch, abort=abort, exit_code=exit_code)
 
     def fail(self, reason: str) -> None:
         """Turn readiness off for good and answer open requests with 503."""
-        if self.phase is Phase.FAILED:
+        if self._has_failed:
             return
-        self.phase = Phase.FAILED
-        self._reason = reason
+        self._has_failed = True
+        self._suspect(reason)
         logger.error("%s", reason)
         self.fail_open_requests(unavailable(reason, code="engine_dead"))
         self._on_failure(reason)
+
+    def _suspect(self, reason: str) -> None:
+        """Take no more requests; what is open waits for the verdict."""
+        self.phase = Phase.FAILED
+        self._reason = reason
+
+    def _call(self, function: Callable[..., None], *args: str) -> None:
+        """From the watch's thread."""
+        assert self._loop is not None, "the watch starts in run"
+        with contextlib.suppress(RuntimeError):  # the loop has ended already
+            self._loop.call_soon_threadsafe(function, *args)
 
     def _on_message(self, message: RankReady | RankReport) -> None:
         if isinstance(message, RankReady):
@@ -200,10 +252,13 @@ class EngineClient:
             return
         state.last_seen = time.monotonic()
         state.stats = message.stats
+        if message.expert_load is not None:
+            state.expert_load = message.expert_load
         for output in message.outputs:
             self._on_output(message.rank, output)
 
     def _on_ready(self, message: RankReady) -> None:
+        self.watch.rank_serves(message.rank)
         if message.rank in self.ranks:
             self.fail(f"rank {message.rank} has started again (pid {message.pid})")
             return
@@ -218,11 +273,20 @@ class EngineClient:
         entry = self._open.get(output.request_id)
         if entry is None or entry.rank != rank or output.choice_idx not in entry.open_choices:
             return  # aborted meanwhile
+        self._start_choices(entry, {output.choice_idx})
         entry.mailbox.put(entry.request_idx, output)
-        if output.finish_reason is not None:
+        if output.finish_reason is not None and output.choice_idx in entry.open_choices:
             self._close_choices(entry, {output.choice_idx})
 
+    def _start_choices(self, entry: _OpenRequest, choices: set[int]) -> None:
+        num_started = len(entry.pending_choices & choices)
+        if num_started:
+            entry.pending_choices -= choices
+            self.admission.on_first_output(num_started * len(entry.request.prompt_ids))
+
     def _close_choices(self, entry: _OpenRequest, choices: set[int]) -> None:
+        self._start_choices(entry, choices)
+        self.admission.on_end(len(choices))
         entry.open_choices -= choices
         self._count(entry, -len(choices))
         if not entry.open_choices:
@@ -250,21 +314,6 @@ class EngineClient:
             return
         state.has_gone = True
         if self.phase is not Phase.DRAINED:
-            self.fail(f"rank {rank} (pid {state.pid}) has gone")
+            self.watch.report_gone(rank, state.pid)
         elif all(other.has_gone for other in self.ranks.values()):
             self.all_gone.set()
-
-    async def _watch_heartbeats(self) -> None:
-        timeout_s = self._config.heartbeat_timeout_s
-        period_s = min(0.5, timeout_s / 4)
-        last_check = time.monotonic()
-        while True:
-            await asyncio.sleep(period_s)
-            now = time.monotonic()
-            stalled_s, last_check = now - last_check - period_s, now
-            for rank, state in self.ranks.items():
-                state.last_seen += max(0.0, stalled_s)  # time in which we could not have listened
-                if now - state.last_seen > timeout_s and self.phase is not Phase.DRAINED:
-                    self.fail(
-                        f"rank {rank} (pid {state.pid}) has been silent for {now - state.last_seen:.1f} s"
-                    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,6 +40,7 @@ def completions_router(context: Context) -> APIRouter:
         context.require_ready()
         body = parse_body(data, CompletionBody)
         context.require_model(body.model)
+        context.require_room()
         check_stream_options(body)
         prompts = await completion_prompts(
             body.prompt, context.tokenizer, context.config.limits.max_total_tokens
@@ -133,6 +135,7 @@ def _engine_requests(
 ) -> list[Request]:
     """One request per prompt, all of them validated before any is started."""
     requests = []
+    bad_word_ids = functools.cache(context.tokenizer.bad_word_ids)  # once for all prompts
     names = {"prompt_logprobs": "logprobs"} if body.echo and body.prompt_logprobs is None else {}
     for index, prompt in enumerate(prompts):
         params = _params(context, body, prompt)
@@ -145,6 +148,7 @@ def _engine_requests(
                     context.config.limits,
                     prompt_param=prompt.param,
                     fallback_seed=context.fallback_seed() if params.seed is None else None,
+                    bad_word_ids=bad_word_ids,
                 )
             )
     num_choices = sum(request.params.n for request in requests)

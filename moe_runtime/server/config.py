@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from moe_runtime.engine.request import RequestLimits
 
-__all__ = ["ServerConfig", "decode_config", "encode_config"]
+__all__ = ["ExpertsConfig", "ServerConfig", "decode_config", "encode_config"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """The experts of each layer, and the EP rank that holds each.
+
+    Attributes:
+        num_moe_layers: Layers with experts.
+        num_experts: Logical experts of such a layer.
+        physical_to_logical: Logical expert of each physical one, those of rank 0 first.
+        first_expert: Exclusive prefix sums of physical experts per rank.
+    """
+
+    num_moe_layers: int
+    num_experts: int
+    physical_to_logical: tuple[int, ...]
+    first_expert: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +43,21 @@ class ServerConfig:
         tp: Ranks of a group that serves a request together; its first one takes requests and sends outputs.
         seed: Seeds the seeds given to requests that bring none, in order of arrival; None makes them random.
         api_key: Bearer key that clients must send; None asks for none.
+        experts: Where the experts are, for expert load; None shows none.
         info: Shown by ``/server_info``; its ``system_fingerprint`` goes into responses.
         zmq_host: Address to bind for the ranks, one that all of them can reach.
         drain_timeout_s: How long running requests may finish after the first SIGTERM.
-        heartbeat_timeout_s: Silence after which a rank counts as lost.
+        heartbeat_timeout_s: Silence after which a process counts as hung; see server/gang_watch.py.
+        slow_step_s: Longest time of a step that is nothing to report.
+        step_timeout_s: Time of a step after which a rank counts as hung.
+        log_format: ``text``, or ``json`` for one object a line.
         request_timeout_s: Longest time a request may take; None sets no limit.
+        max_num_seqs: Sequences that a group of ranks runs at once.
+        max_queued_seqs: Most sequences that wait for a place; see server/admission.py.
+        max_queued_tokens: Most prompt tokens of sequences without output while some wait.
+        max_unread_bytes: Most bytes of outputs, about, that wait for a stream's client to read.
+        reader_timeout_s: Longest time in which a client takes none of the bytes that wait for it.
+        read_timeout_s: Longest time from the first byte of a request to its last.
         max_body_bytes: Largest request body.
     """
 
@@ -43,11 +70,21 @@ class ServerConfig:
     tp: int = 1
     seed: int | None = None
     api_key: str | None = field(default=None, repr=False)
+    experts: ExpertsConfig | None = None
     info: dict[str, Any] = field(default_factory=dict)
     zmq_host: str = "127.0.0.1"
     drain_timeout_s: float = 20.0
-    heartbeat_timeout_s: float = 10.0
+    heartbeat_timeout_s: float = 5.0
+    slow_step_s: float = 10.0
+    step_timeout_s: float = 120.0
+    log_format: Literal["text", "json"] = "text"
     request_timeout_s: float | None = None
+    max_num_seqs: int = 64
+    max_queued_seqs: int = 4096
+    max_queued_tokens: int = 4 * 2**20
+    max_unread_bytes: int = 4 * 2**20
+    reader_timeout_s: float = 60.0
+    read_timeout_s: float = 60.0
     max_body_bytes: int = 8 * 2**20
 
     def __post_init__(self) -> None:
@@ -63,14 +100,28 @@ class ServerConfig:
             raise ValueError(f"world_size ({self.world_size}) must be divisible by tp ({self.tp})")
         if self.api_key is not None and not self.api_key:
             raise ValueError("api_key must not be empty; leave it out to ask for none")
-        if self.heartbeat_timeout_s <= 0:
-            raise ValueError(f"heartbeat_timeout_s ({self.heartbeat_timeout_s}) must be positive")
+        for name in ("heartbeat_timeout_s", "slow_step_s", "step_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} ({getattr(self, name)}) must be positive")
         if self.drain_timeout_s < 0:
             raise ValueError(f"drain_timeout_s ({self.drain_timeout_s}) must not be negative")
         if self.request_timeout_s is not None and self.request_timeout_s <= 0:
             raise ValueError(f"request_timeout_s ({self.request_timeout_s}) must be positive")
-        if self.max_body_bytes < 1:
-            raise ValueError(f"max_body_bytes ({self.max_body_bytes}) must be at least 1")
+        if self.experts is not None and len(self.experts.first_expert) != self.world_size + 1:
+            raise ValueError(
+                f"experts are placed on {len(self.experts.first_expert) - 1} ranks; must be on world_size "
+                f"({self.world_size})"
+            )
+        if self.reader_timeout_s <= 0:
+            raise ValueError(f"reader_timeout_s ({self.reader_timeout_s}) must be positive")
+        for name in ("max_body_bytes", "max_num_seqs", "max_unread_bytes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} ({getattr(self, name)}) must be at least 1")
+        for name in ("max_queued_seqs", "max_queued_tokens"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} ({getattr(self, name)}) must not be negative")
+        if self.read_timeout_s <= 0:
+            raise ValueError(f"read_timeout_s ({self.read_timeout_s}) must be positive")
 
     @property
     def system_fingerprint(self) -> str | None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from moe_runtime.engine.generation_config import SamplingDefaults
-from moe_runtime.engine.request import choice_seed
+from moe_runtime.engine.request import Request, choice_seed
 from moe_runtime.engine.tokenizer import Tokenizer
 from moe_runtime.server.client import EngineClient
 from moe_runtime.server.config import ServerConfig
@@ -50,6 +50,14 @@ class Context:
         error = self.client.unavailable_error()
         if error is not None:
             raise error
+
+    def require_room(self, requests: Sequence[Request] | None = None) -> None:
+        """Raises ``ApiError`` 429 where the queue has no room for a call; None stands for the least call."""
+        try:
+            self.client.admission.check(requests)
+        except ApiError as error:
+            self.metrics.count_refusal(str(error.code))
+            raise
 
     def require_model(self, model: str | None) -> None:
         """Raises ``ApiError`` 404 for a model that is not served here; None, where a body may leave it out, is."""

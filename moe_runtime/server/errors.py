@@ -1,8 +1,10 @@
 """OpenAI-shaped errors: ``{"error": {"message", "type", "param", "code"}}`` with the status that fits.
 
-400  a bad value or bad JSON               404  unknown path or model     413  body too large
-401  missing or wrong key                  405  wrong method              500  our own fault, no details
-503  starting, draining or a lost rank (with Retry-After)                 504  request_timeout_s is over
+400  a bad value, bad JSON or bad HTTP     404  unknown path or model     413  body too large
+401  missing or wrong key                  405  wrong method              415  a body that is not plain JSON
+408  the request does not arrive whole, or a client reads its stream too slowly
+429  the queue is full (with Retry-After)  500  our own fault, no details 504  request_timeout_s is over
+503  starting, draining or a lost rank (with Retry-After)
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from moe_runtime.errors import InvalidRequestError, MoERuntimeError
 
 __all__ = [
+    "MAX_MESSAGE_CHARS",
+    "MAX_PARAM_CHARS",
     "RETRY_AFTER_S",
     "ApiError",
     "error_document",
@@ -31,6 +35,8 @@ __all__ = [
 ]
 
 RETRY_AFTER_S = 5
+MAX_MESSAGE_CHARS = 600
+MAX_PARAM_CHARS = 200
 
 logger = logging.getLogger(__name__)
 
@@ -90,15 +96,13 @@ def to_api_error(error: Exception) -> ApiError:
 
 
 def error_document(error: ApiError) -> bytes:
-    """The JSON text. Characters that UTF-8 cannot hold are replaced."""
+    """The JSON text. What the caller wrote is cut where it is long; characters that UTF-8 cannot hold are replaced."""
     body = {
-        "message": _encodable(error.message),
+        "message": _shown(error.message, MAX_MESSAGE_CHARS),
         "type": error.type,
-        "param": error.param,
+        "param": None if error.param is None else _shown(error.param, MAX_PARAM_CHARS),
         "code": error.code,
     }
-    if error.param is not None:
-        body["param"] = _encodable(error.param)
     return msgspec.json.encode({"error": body})
 
 
@@ -153,5 +157,6 @@ class _FaultMiddleware:
             await error_response(to_api_error(error))(scope, receive, send)
 
 
-def _encodable(text: str) -> str:
-    return text.encode("utf-8", "replace").decode("utf-8")
+def _shown(text: str, max_chars: int) -> str:
+    cut = text if len(text) <= max_chars else f"{text[: max_chars - 3]}..."
+    return cut.encode("utf-8", "replace").decode("utf-8")

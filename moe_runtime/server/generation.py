@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from moe_runtime.engine.messages import TokenLogprobs
 from moe_runtime.engine.request import Request
+from moe_runtime.engine.routed_experts import RoutedExperts, join_routed_experts, num_routed_tokens
 from moe_runtime.engine.text import TextStream
 from moe_runtime.server.context import Context
 from moe_runtime.server.errors import ApiError, unavailable
@@ -34,6 +35,7 @@ class ChoiceDelta:
         prompt_logprobs: With the first delta of a choice, where asked for.
         finish_reason: ``stop`` or ``length`` with the last delta, else None.
         stop_reason: Stop string or stop token id that ended it, where one did.
+        routed_experts: With the last delta, where asked for, of all tokens of the choice that ran.
     """
 
     request_idx: int
@@ -45,6 +47,7 @@ class ChoiceDelta:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None
     finish_reason: str | None
     stop_reason: str | int | None
+    routed_experts: RoutedExperts | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,18 +57,19 @@ class _Choice:
     num_tokens: int = 0
     is_started: bool = False
     is_finished: bool = False
+    routed_experts: list[RoutedExperts] = field(default_factory=list)
 
 
 class Generation:
     """Runs the engine requests of one call; as a context manager, aborts on leaving whatever still runs."""
 
     def __init__(self, context: Context, requests: Sequence[Request]) -> None:
+        self._context = context
         self._client = context.client
         self._metrics = context.metrics
         self._requests = requests
-        self._mailbox = Mailbox()
-        self._timeout_s = context.config.request_timeout_s
-        self._deadline: float | None = None
+        self._mailbox = Mailbox(context.config.max_unread_bytes, self._on_overflow)
+        self._timer: asyncio.TimerHandle | None = None
         self._choices = {
             (i, j): _Choice(text_stream=TextStream(context.tokenizer, request.prompt_ids, request.params))
             for i, request in enumerate(requests)
@@ -79,6 +83,7 @@ class Generation:
         self._num_unfinished = len(self._choices)
 
     def __enter__(self) -> Generation:
+        self._context.require_room(self._requests)
         try:
             for index, request in enumerate(self._requests):
                 self._client.submit(request, self._mailbox, index)
@@ -87,8 +92,9 @@ class Generation:
             raise
         for choice in self._choices.values():
             choice.metrics = self._metrics.start_sequence()
-        if self._timeout_s is not None:
-            self._deadline = asyncio.get_running_loop().time() + self._timeout_s
+        timeout_s = self._context.config.request_timeout_s
+        if timeout_s is not None:
+            self._timer = asyncio.get_running_loop().call_later(timeout_s, self._on_timeout, timeout_s)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -113,28 +119,40 @@ class Generation:
         """Wait for the ranks' next outputs. May be empty.
 
         Raises:
-            ApiError: a rank is lost, the server stops, or the call has taken too long.
+            ApiError: a rank is lost, the server stops, the call has taken too long, or its client reads too slowly.
         """
-        try:
-            async with asyncio.timeout_at(self._deadline):
-                updates = await self._mailbox.take()
-        except TimeoutError:
-            raise ApiError(
-                504,
-                f"the request has taken longer than {self._timeout_s:g} s",
-                type="timeout_error",
-                code="request_timeout",
-            ) from None
+        updates = await self._mailbox.take()
         deltas = [self._advance(update) for update in self._release(updates)]
         return [delta for delta in deltas if delta is not None]
 
     def close(self) -> None:
         """Abort what still runs."""
+        if self._timer is not None:
+            self._timer.cancel()
         for request in self._requests:
             self._client.abort(request.request_id)
         for choice in self._choices.values():
             if choice.metrics is not None:
                 choice.metrics.abort()
+
+    def _on_timeout(self, timeout_s: float) -> None:
+        """End the call, whatever its handler waits for: its KV blocks are wanted by others."""
+        if not any(self._client.is_open(request.request_id) for request in self._requests):
+            return  # all has been generated; what remains is to send it
+        message = f"the request has taken longer than {timeout_s:g} s"
+        self._cut_short(ApiError(504, message, type="timeout_error", code="request_timeout"))
+
+    def _on_overflow(self) -> None:
+        message = (
+            f"more than {self._context.config.max_unread_bytes} bytes of outputs have waited to be read; "
+            "the request has been ended"
+        )
+        self._cut_short(ApiError(408, message, type="timeout_error", code="slow_reader"))
+
+    def _cut_short(self, error: ApiError) -> None:
+        self._metrics.count_cut(str(error.code))
+        self._mailbox.fail(error)
+        self.close()
 
     def _release(self, updates: list[ChoiceUpdate]) -> list[ChoiceUpdate]:
         """Hold back updates of requests whose prompt logprobs, which come first, have not arrived."""
@@ -169,6 +187,7 @@ class Generation:
             self._client.abort(self._requests[update.request_idx].request_id, update.choice_idx)
         is_first, choice.is_started = not choice.is_started, True
         choice.num_tokens += delta.num_tokens
+        choice.routed_experts.extend(update.routed_experts)
         self._count(choice, update, delta.num_tokens, finish_reason)
         if finish_reason is not None:
             choice.is_finished = True
@@ -183,7 +202,19 @@ class Generation:
             prompt_logprobs=self._prompt_logprobs.get(update.request_idx) if is_first else None,
             finish_reason=finish_reason,
             stop_reason=stop_reason,
+            routed_experts=None
+            if finish_reason is None
+            else self._routed_experts(update.request_idx, choice),
         )
+
+    def _routed_experts(self, request_idx: int, choice: _Choice) -> RoutedExperts | None:
+        """All of a choice that has ended, up to the token before its last one; None where not asked for."""
+        request = self._requests[request_idx]
+        if not request.params.return_routed_experts:
+            return None
+        whole = join_routed_experts(choice.routed_experts)
+        choice.routed_experts.clear()
+        return whole.first(num_routed_tokens(len(request.prompt_ids), choice.num_tokens))
 
     def _count(
         self, choice: _Choice, update: ChoiceUpdate, num_tokens: int, finish_reason: str | None
@@ -211,4 +242,5 @@ def merge_deltas(deltas: Sequence[ChoiceDelta]) -> ChoiceDelta:
         prompt_logprobs=first.prompt_logprobs,
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
+        routed_experts=last.routed_experts,
     )

@@ -1,4 +1,4 @@
-"""``/health/live``: the process answers. ``/health/ready`` and ``/health``: requests are taken."""
+"""``/health/live``: the process answers. ``/health/ready`` and ``/health``: requests are taken, and all ranks live."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def health_router(context: Context) -> APIRouter:
     @router.get("/health/ready")
     @router.get("/health")
     async def ready() -> dict[str, str]:
-        context.require_ready()
+        error = context.client.readiness_error()
+        if error is not None:
+            raise error
         return {"status": "ready"}
 
     return router

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from typing import Any
 
 import msgspec
@@ -11,9 +10,10 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 import moe_runtime
-from moe_runtime.server.client import RankState
+from moe_runtime.server.client import EngineClient
 from moe_runtime.server.context import Context
 from moe_runtime.server.metrics import CONTENT_TYPE
+from moe_runtime.server.rank_rows import rank_rows
 
 __all__ = ["info_router"]
 
@@ -70,16 +70,23 @@ def _server_info(context: Context) -> dict[str, Any]:
         "limits": dataclasses.asdict(config.limits),
         "sampling_defaults": context.sampling_defaults,
         "num_open_requests": client.num_open_requests,
-        "ranks": [_rank(rank, client.ranks[rank]) for rank in sorted(client.ranks)],
+        "ranks": [
+            {
+                **row,
+                "doing": _doing(client, row["rank"]),
+                "info": _of_rank(client, row["rank"], "info"),
+                "stats": _of_rank(client, row["rank"], "stats"),
+            }
+            for row in rank_rows(config, client)
+        ],
     }
 
 
-def _rank(rank: int, state: RankState) -> dict[str, Any]:
-    return {
-        "rank": rank,
-        "pid": state.pid,
-        "last_seen_s": round(time.monotonic() - state.last_seen, 3),
-        "num_open_sequences": state.num_sequences,
-        "info": state.info,
-        "stats": state.stats,
-    }
+def _doing(client: EngineClient, rank: int) -> str | None:
+    """What the rank's main thread does, by its last pulse."""
+    pulse = client.watch.pulses.get(rank)
+    return None if pulse is None else pulse.phase
+
+
+def _of_rank(client: EngineClient, rank: int, name: str) -> Any:
+    return getattr(client.ranks[rank], name) if rank in client.ranks else None

@@ -4,28 +4,32 @@ A *sequence* is one choice of one prompt. Tokens count as ``usage`` counts them:
 has, and no token past the end of its choice. Times run from the hand-over to a rank to the arrival of tokens here, so
 neither tokenisation nor a client that reads slowly is in them.
 
-Labels are few and fixed: ``rank``, ``finished_reason`` and, in the info metric, settings of the deployment. Nothing
-that a client sends becomes a label.
+Labels are few and fixed: ``rank``, ``finished_reason``, ``reason`` and, in the info metric, settings of the deployment.
+Nothing that a client sends becomes a label. ``process_...`` is the front end's own process.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from moe_runtime.engine.messages import RankStats
+from moe_runtime.server.admission import REASONS as REFUSAL_REASONS
 from moe_runtime.server.client import RankState
 from moe_runtime.server.config import ServerConfig
+from moe_runtime.server.expert_load import summarize_load
 
-__all__ = ["CONTENT_TYPE", "FINISH_REASONS", "PREFIX", "Metrics", "SequenceMetrics"]
+__all__ = ["CONTENT_TYPE", "CUT_REASONS", "FINISH_REASONS", "PREFIX", "Metrics", "SequenceMetrics"]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX = "moe_runtime"
 FINISH_REASONS = ("stop", "length", "abort")
+CUT_REASONS = ("request_timeout", "slow_reader")
 
 _FIRST_TOKEN_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5.0, 10.0, 20.0, 40.0)
 _TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
@@ -56,6 +60,19 @@ class Metrics:
         )
         for reason in FINISH_REASONS:
             self._finished.labels(reason)
+        self._slow_steps = self._counter("slow_steps", "Steps that took longer than slow_step_s")
+        self._refused = self._by_reason(
+            "requests_refused", "Calls refused with 429, by the bound that was met", REFUSAL_REASONS
+        )
+        self._cut = self._by_reason(
+            "requests_cut_short",
+            "Calls ended early: over request_timeout_s, or more waited for the client than max_unread_bytes",
+            CUT_REASONS,
+        )
+        self._stalled = self._counter(
+            "stalled_connections", "Connections closed because nothing was read for reader_timeout_s"
+        )
+        ProcessCollector(namespace=PREFIX, registry=self._registry)
         self._first_token_s = self._histogram(
             "time_to_first_token_seconds", "Time to a sequence's first token", _FIRST_TOKEN_BUCKETS_S
         )
@@ -79,12 +96,44 @@ class Metrics:
         """A prompt's first output has arrived."""
         self._prompt_tokens.inc(num_tokens)
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """What ``prompt_tokens_total`` shows."""
+        return _total(self._prompt_tokens)
+
+    @property
+    def num_generation_tokens(self) -> int:
+        """What ``generation_tokens_total`` shows."""
+        return _total(self._generation_tokens)
+
+    def count_slow_step(self) -> None:
+        """A step has taken longer than ``slow_step_s``."""
+        self._slow_steps.inc()
+
+    def count_refusal(self, reason: str) -> None:
+        """A call was refused for one of ``REFUSAL_REASONS``."""
+        self._refused.labels(reason).inc()
+
+    def count_cut(self, reason: str) -> None:
+        """A call was ended early for one of ``CUT_REASONS``."""
+        self._cut.labels(reason).inc()
+
+    def count_stalled_connection(self) -> None:
+        """A connection was closed because its client read nothing."""
+        self._stalled.inc()
+
     def exposition(self) -> bytes:
         """Everything, as text of type ``CONTENT_TYPE``."""
         return generate_latest(self._registry)
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(f"{PREFIX}_{name}", text, registry=self._registry)
+
+    def _by_reason(self, name: str, text: str, reasons: Sequence[str]) -> Counter:
+        counter = Counter(f"{PREFIX}_{name}", text, ["reason"], registry=self._registry)
+        for reason in reasons:
+            counter.labels(reason)
+        return counter
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
         return Histogram(f"{PREFIX}_{name}", text, buckets=buckets, registry=self._registry)
@@ -143,8 +192,16 @@ class _StateCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """All families; those that are of a scheduler have no series for ranks that only follow one."""
         yield self._info()
+        yield GaugeMetricFamily(
+            f"{PREFIX}_front_end_tasks", "Tasks of the front end's event loop", value=_num_tasks()
+        )
         stats = {rank: self._ranks[rank].stats for rank in sorted(self._ranks)}
         scheduling = {rank: of_rank for rank, of_rank in stats.items() if rank % self._config.tp == 0}
+        yield _gauge(
+            "num_requests_open",
+            "Sequences given to it",
+            {r: self._ranks[r].num_sequences for r in scheduling},
+        )
         yield _gauge(
             "num_requests_running", "Sequences running", {r: s.num_running for r, s in scheduling.items()}
         )
@@ -167,6 +224,23 @@ class _StateCollector(Collector):
             "Time of the latest step",
             {r: s.last_step_ms / 1e3 for r, s in stats.items()},
         )
+        yield _counter(
+            "computed_tokens",
+            "Rows run, those that a preemption made run again included",
+            {r: s.num_computed_tokens for r, s in scheduling.items()},
+        )
+        if self._config.experts is not None:
+            load = summarize_load(self._config.experts, [state.expert_load for state in self._ranks.values()])
+            yield _counter(
+                "routed_pairs",
+                "Pairs of a token and a slot given to the experts",
+                dict(enumerate(load.pairs)),
+            )
+            yield GaugeMetricFamily(
+                f"{PREFIX}_expert_balancedness",
+                "Mean over the layers of mean / max routed pairs of a rank since start; 1 is even",
+                value=load.balancedness,
+            )
 
     def _info(self) -> Metric:
         info = self._config.info
@@ -179,10 +253,23 @@ class _StateCollector(Collector):
         return family
 
 
+def _num_tasks() -> int:
+    try:
+        return len(asyncio.all_tasks())
+    except RuntimeError:  # no loop runs: the metrics are looked at by a test
+        return 0
+
+
 def _kv_usage(stats: RankStats) -> float:
     if stats.num_kv_blocks == 0:  # no report yet
         return 0.0
     return (stats.num_kv_blocks - stats.num_free_kv_blocks) / stats.num_kv_blocks
+
+
+def _total(counter: Counter) -> int:
+    return next(
+        int(s.value) for family in counter.collect() for s in family.samples if s.name.endswith("_total")
+    )
 
 
 def _gauge(name: str, text: str, values: Mapping[int, float]) -> Metric:

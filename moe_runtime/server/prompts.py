@@ -68,9 +68,18 @@ async def chat_prompt(
     max_tokens: int | None = None,
     *,
     add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
     add_special_tokens: bool = False,
 ) -> Prompt:
     """Render a conversation with the checkpoint's template and tokenise it.
+
+    Args:
+        messages: The conversation.
+        tokenizer: The checkpoint's.
+        max_tokens: As for ``Tokenizer.encode``.
+        add_generation_prompt: End with the header of the assistant's turn.
+        continue_final_message: End inside the last message, the assistant's, which the answer continues.
+        add_special_tokens: As for ``Tokenizer.encode``.
 
     Raises:
         InvalidRequestError: the template refuses the messages, or they cannot fit in ``max_tokens``.
@@ -80,14 +89,18 @@ async def chat_prompt(
     plain = [_plain(message) for message in messages]
 
     def render() -> Prompt:
-        text = tokenizer.apply_chat_template(plain, add_generation_prompt=add_generation_prompt)
+        text = tokenizer.apply_chat_template(
+            plain,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
         ids = tokenizer.encode(
             text, add_special_tokens=add_special_tokens, param="messages", max_tokens=max_tokens
         )
         return Prompt(param="messages", ids=tuple(ids), text=text)
 
-    num_chars = sum(len(message.content) for message in messages) + 64 * len(messages)
-    return render() if num_chars <= MAX_INLINE_CHARS else await asyncio.to_thread(render)
+    # Always in a thread: the template is a stranger's program, and may take all the time that it is allowed.
+    return await asyncio.to_thread(render)
 
 
 def _plain(message: ChatMessage) -> dict[str, str]:

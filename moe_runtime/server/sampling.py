@@ -26,7 +26,7 @@ def sampling_params(
 
     Args:
         body: The body; its ``null`` fields take their defaults.
-        defaults: The checkpoint's values for temperature, top_p, top_k and min_p.
+        defaults: The checkpoint's values for temperature, top_p, top_k, min_p and repetition_penalty.
         max_tokens: As the endpoint understands it.
         logprobs: As the endpoint understands it.
         prompt_logprobs: As the endpoint understands it.
@@ -47,6 +47,16 @@ def sampling_params(
         forced_token_ids=None if body.forced_token_ids is None else tuple(body.forced_token_ids),
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,
+        return_routed_experts=bool(body.return_routed_experts),
+        min_tokens=0 if body.min_tokens is None else body.min_tokens,
+        presence_penalty=0.0 if body.presence_penalty is None else body.presence_penalty,
+        frequency_penalty=0.0 if body.frequency_penalty is None else body.frequency_penalty,
+        repetition_penalty=(
+            defaults["repetition_penalty"] if body.repetition_penalty is None else body.repetition_penalty
+        ),
+        logit_bias=body.logit_bias,
+        bad_words=tuple(body.bad_words or ()),
+        allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
     )
 
 

@@ -49,6 +49,34 @@ def _check_stop(value: Any) -> list[str] | None:
     raise PydanticCustomError("stop", "must be a string or a list of strings")
 
 
+def _check_logit_bias(value: Any) -> dict[int, float] | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise PydanticCustomError("logit_bias", "must map token ids, as strings, to numbers")
+    biases: dict[int, float] = {}
+    for key, bias in value.items():
+        if not _is_decimal(key):
+            raise PydanticCustomError(
+                "logit_bias", "has the key {key}; keys must be token ids, as strings", {"key": repr(key[:40])}
+            )
+        if isinstance(bias, bool) or not isinstance(bias, int | float):
+            raise PydanticCustomError("logit_bias", "must be a number for id {key}", {"key": key})
+        biases[int(key)] = bias
+    return biases
+
+
+def _is_decimal(key: str) -> bool:
+    """One spelling per number, so that no id can be given twice."""
+    digits = key.removeprefix("-")
+    return len(digits) <= 19 and digits.isascii() and digits.isdecimal() and str(int(key)) == key
+
+
+def _check_empty(value: Any) -> None:
+    if value not in (None, []):
+        raise PydanticCustomError("not_implemented", "is not implemented; leave it out or send null")
+
+
 def _check_content(value: Any) -> str:
     if isinstance(value, str):
         return value
@@ -100,6 +128,27 @@ _StopField = Annotated[
     BeforeValidator(_check_stop),
     WithJsonSchema({"anyOf": [{"type": "string"}, _STRINGS, {"type": "null"}]}),
 ]
+_LogitBiasField = Annotated[
+    Any,
+    BeforeValidator(_check_logit_bias),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {
+                    "type": "object",
+                    "propertyNames": {"pattern": "^(0|[1-9][0-9]*)$"},
+                    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+                },
+                {"type": "null"},
+            ]
+        }
+    ),
+]
+_EmptyField = Annotated[
+    None,
+    BeforeValidator(_check_empty),
+    WithJsonSchema({"anyOf": [{"type": "array", "maxItems": 0}, {"type": "null"}]}),
+]
 _ContentField = Annotated[
     str,
     BeforeValidator(_check_content),
@@ -137,7 +186,15 @@ class GenerationBody(_Body):
     skip_special_tokens: bool | None = None
     prompt_logprobs: _Int64 | None = None
     forced_token_ids: _TokenIds | None = None
+    min_tokens: _Int64 | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: _LogitBiasField = None
+    bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
+    allowed_token_ids: _TokenIds | None = None
     return_token_ids: bool | None = None
+    return_routed_experts: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -151,17 +208,29 @@ class CompletionBody(GenerationBody):
 
 
 class ChatMessage(_Body):
-    """One message of a conversation. ``developer`` is another name of ``system``."""
+    """One message of a conversation. ``developer`` is another name of ``system``.
+
+    Fields after ``name`` are those that an answer's message has in clients: they may come back empty, no more.
+    """
 
     role: Literal["system", "developer", "user", "assistant"]
     content: _ContentField
     name: str | None = None
+    refusal: _EmptyField = None
+    annotations: _EmptyField = None
+    audio: _EmptyField = None
+    function_call: _EmptyField = None
+    tool_calls: _EmptyField = None
+    tool_call_id: _EmptyField = None
+    reasoning_content: _EmptyField = None
 
 
 class ChatBody(GenerationBody):
     """``POST /v1/chat/completions``."""
 
     messages: Annotated[list[ChatMessage], Field(fail_fast=True)]
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     logprobs: bool | None = None
     top_logprobs: _Int64 | None = None
     max_completion_tokens: _Int64 | None = None
@@ -175,6 +244,7 @@ class TokenizeBody(_Body):
     messages: Annotated[list[ChatMessage], Field(fail_fast=True)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     return_token_strs: bool | None = None
 
 

@@ -63,14 +63,14 @@ async def _prompt(context: Context, body: TokenizeBody) -> Prompt:
             body.messages,
             context.tokenizer,
             add_generation_prompt=body.add_generation_prompt is not False,
+            continue_final_message=bool(body.continue_final_message),
             add_special_tokens=bool(body.add_special_tokens),
         )
     if body.prompt is None:
         raise InvalidRequestError("prompt or messages is required", param="prompt")
-    if body.add_generation_prompt is not None:
-        raise InvalidRequestError(
-            "add_generation_prompt is only allowed with messages", param="add_generation_prompt"
-        )
+    for name in ("add_generation_prompt", "continue_final_message"):
+        if getattr(body, name) is not None:
+            raise InvalidRequestError(f"{name} is only allowed with messages", param=name)
     [prompt] = await completion_prompts(
         [body.prompt], context.tokenizer, add_special_tokens=body.add_special_tokens is not False
     )

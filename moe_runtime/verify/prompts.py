@@ -50,6 +50,17 @@ class Case:
             params=replace(self.params, max_tokens=min(max_tokens, self.params.max_tokens or max_tokens)),
         )
 
+    def ruled(self) -> Case:
+        """The same request with rules for its logits, which depend on the prompt and the output so far."""
+        params = replace(
+            self.params,
+            repetition_penalty=1.3,
+            frequency_penalty=0.5,
+            presence_penalty=0.25,
+            logit_bias={self.prompt_ids[0]: 2.0},
+        )
+        return replace(self, name=f"{self.name} ruled", params=params)
+
     def forced(self, token_ids: Sequence[int]) -> Case:
         """The same request made to output ``token_ids``."""
         params = replace(self.params, max_tokens=len(token_ids), forced_token_ids=tuple(token_ids))
@@ -98,15 +109,18 @@ class PromptSource:
         return self._variants("single", self._ids(self._rng("single"), self._clip(self.context // 8)))
 
     def mixed_cases(self) -> list[Case]:
-        """Prompts of a few tokens, and prompts of half to three quarters of the context."""
+        """Prompts of a few tokens, and prompts of half to three quarters of the context; every other pair of them with
+        penalties and a bias.
+        """
         rng = self._rng("mixed")
         lengths = [(f"short {i}", rng.randint(1, 8)) for i in range(MIXED_NUM_SHORT)]
         for i in range(MIXED_NUM_LONG):
             lengths.append((f"long {i}", rng.randint(self.context // 2, 3 * self.context // 4)))
-        return [
+        cases = [
             self._variants(name, self._ids(rng, self._clip(length)))[i % 2]
             for i, (name, length) in enumerate(lengths)
         ]
+        return [case.ruled() if i % 4 >= 2 else case for i, case in enumerate(cases)]
 
     def prefix_cases(self) -> list[Case]:
         """Prefixes of one text, half the context long: around block and chunk boundaries, and at random."""

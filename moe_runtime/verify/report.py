@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from moe_runtime.exit_codes import EXIT_MISSED_CONTROL, EXIT_OK, EXIT_SELF_CHECK
 from moe_runtime.kernels.schedules import Control
 from moe_runtime.verify.axes import Verdict
 from moe_runtime.verify.compare import Difference
@@ -18,11 +19,11 @@ __all__ = ["AxisResult", "CheckExit", "CheckReport"]
 
 
 class CheckExit(IntEnum):
-    """Exit codes of the check beyond those of every command."""
+    """Exit codes of the check: those of every command, read as its outcomes."""
 
-    EQUAL = 0
-    DIFFERENT = 4
-    CONTROL_NOT_NOTICED = 5
+    EQUAL = EXIT_OK
+    DIFFERENT = EXIT_SELF_CHECK
+    CONTROL_NOT_NOTICED = EXIT_MISSED_CONTROL
 
 
 @dataclass(slots=True, kw_only=True)

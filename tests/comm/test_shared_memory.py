@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
+import socket
 import threading
 import time
 from dataclasses import replace
@@ -15,7 +17,8 @@ import torch
 
 from moe_runtime.comm import shared_memory
 from moe_runtime.comm.groups import RankGroup
-from moe_runtime.comm.shared_memory import connect_shared_memory
+from moe_runtime.comm.pulse import PeerPulse, Pulse
+from moe_runtime.comm.shared_memory import SharedMemoryLinks, connect_shared_memory
 from moe_runtime.errors import PeerError
 from tests.bits import assert_bits_equal
 from tests.ranks import RankContext
@@ -204,6 +207,102 @@ def test_a_missing_peer_is_named_in_time(ranks, how, message):
     for said, waited_s in results[:2]:
         assert message in said
         assert waited_s < 10 * SHORT_S
+
+
+def be_late(context: RankContext, in_step: bool) -> tuple[str, float]:
+    """Rank 2 of three sleeps where the others exchange rows."""
+    group = linked(context)
+    assert group.links is not None
+    group.links.late_after_s = 2 * SHORT_S
+    if in_step and context.rank == 2:
+        group.links.timeout_s = SHORT_S  # the others will have given up
+    said, start_s = "", time.monotonic()
+    try:
+        with group.step() if in_step else contextlib.nullcontext():
+            if context.rank == 2:
+                time.sleep(6 * SHORT_S)
+            for _ in range(2):
+                group.all_gather(torch.zeros(1))
+    except PeerError as error:
+        said = str(error)
+    waited_s = time.monotonic() - start_s
+    context.group.all_gather(torch.zeros(1))
+    return said, waited_s
+
+
+def test_a_peer_that_does_nothing_in_a_step_is_named_and_between_steps_is_waited_for(ranks):
+    for said, waited_s in ranks(3, be_late, True)[:2]:
+        assert "rank 2 is late: in a step of all ranks it has done nothing for 1." in said
+        assert waited_s < 6 * SHORT_S
+    assert [said for said, _ in ranks(3, be_late, False)] == [""] * 3
+
+
+def work_in_a_step(context: RankContext) -> bool:
+    """Rank 1 computes for longer than a peer may do nothing."""
+    group = linked(context)
+    assert group.links is not None
+    group.links.late_after_s = 2 * SHORT_S
+    with group.step():
+        end_s = time.monotonic() + 5 * SHORT_S
+        while context.rank == 1 and time.monotonic() < end_s:
+            sum(range(1000))
+        group.all_gather(torch.zeros(1))
+    context.group.all_gather(torch.zeros(1))
+    return True
+
+
+def test_a_peer_that_works_in_a_step_is_not_late(ranks):
+    assert ranks(2, work_in_a_step) == [True] * 2
+
+
+def pair(**limits: float) -> tuple[SharedMemoryLinks, socket.socket, Pulse]:
+    """Rank 0's links to a rank 1 that is played here."""
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    theirs = Pulse()
+    links = SharedMemoryLinks(0, [None, near], [None, PeerPulse(theirs.descriptor)], Pulse(), TIMEOUT_S)
+    for name, value in limits.items():
+        setattr(links, name, value)
+    return links, far, theirs
+
+
+def look_for(links: SharedMemoryLinks, seconds: float) -> None:
+    """As a rank that waits for its GPU does."""
+    end_s = time.monotonic() + seconds
+    while time.monotonic() < end_s:
+        links.check_peers()
+        time.sleep(0.1)
+
+
+def test_a_rank_that_waits_for_its_gpu_takes_no_silent_peer_for_gone():
+    links, far, theirs = pair(stalled_after_s=2 * SHORT_S, late_after_s=SHORT_S)
+    with links.step():
+        theirs.begin_step()
+        start_s = time.monotonic()
+        links.check_peers()
+        assert time.monotonic() - start_s < SHORT_S / 2, "a look does not wait"
+        look_for(links, 3 * SHORT_S)
+        far.send(b"a doorbell that came early")
+        look_for(links, SHORT_S / 2)
+    theirs.close()
+    far.close()
+    links.close()
+
+
+def test_a_rank_that_waits_for_its_gpu_names_peers_that_have_gone_stalled_or_are_late():
+    links, far, theirs = pair(late_after_s=2 * SHORT_S)
+    with links.step(), pytest.raises(PeerError, match="rank 1 is late: in a step of all ranks"):
+        look_for(links, 8 * SHORT_S)
+    far.close()
+    with pytest.raises(PeerError, match="rank 1 has gone: it closed its link to rank 0"):
+        links.check_peers()
+    theirs.close()
+    links.close()
+    links, far, theirs = pair(stalled_after_s=2 * SHORT_S)
+    theirs.close()
+    with pytest.raises(PeerError, match="rank 1 has stalled"):
+        look_for(links, 8 * SHORT_S)
+    far.close()
+    links.close()
 
 
 def pulse_threads() -> list[threading.Thread]:

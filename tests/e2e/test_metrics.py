@@ -7,11 +7,13 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from moe_runtime.engine.llm import LLM
 from tests.servers import RunningServer, running_server
 
 pytestmark = pytest.mark.xdist_group("servers")
@@ -144,3 +146,48 @@ def test_scraping_changes_no_bit(server: RunningServer) -> None:
         finally:
             has_ended.set()
         assert all(scraper.result() > 0 for scraper in scrapers)
+
+
+def test_experts_over_http_are_those_of_one_process_and_every_pair_is_counted(server: RunningServer) -> None:
+    prompts = [PROBE["prompt"], "To be", "a" * 200]
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        calls = [
+            pool.submit(server.complete, **{**PROBE, "prompt": p}, return_routed_experts=True)
+            for p in prompts
+        ]
+        choices = [call.result()["choices"][0] for call in calls]
+    llm = LLM()
+    params = replace(llm.default_sampling_params(), max_tokens=32, seed=7, return_routed_experts=True)
+    for choice, result in zip(choices, llm.generate(prompts, params), strict=True):
+        routing = result.outputs[0].routing
+        assert routing is not None
+        assert choice["text"] == result.outputs[0].text
+        assert choice["routed_experts"] == routing.document()
+    resolved = server.info()["resolved"]
+    of_row = resolved["num_experts_per_tok"] * len(resolved["moe_layer_ids"])
+    samples = _idle(server)
+    end_s = time.monotonic() + 20
+    while _sum(samples, "routed_pairs_total") != of_row * _sum(samples, "computed_tokens_total"):
+        assert time.monotonic() < end_s, samples
+        time.sleep(0.1)
+        samples = _scrape(server)
+    assert 0.5 <= samples["expert_balancedness",] <= 1
+
+
+def _sum(samples: Samples, name: str) -> float:
+    return sum(samples[name, rank] for rank in "01")
+
+
+def test_server_info_holds_the_resolved_configuration_and_every_rank(server: RunningServer) -> None:
+    info = server.info()
+    assert (info["invariance"], info["multiple_reduction"]) == ("topology", False)
+    assert info["multiple_reduction_reason"]
+    assert info["system_fingerprint"].startswith("fp_")
+    assert info["device_architecture"].startswith("cpu ")
+    assert info["resolved"]["kv_cache_blocks"] == 4
+    assert info["resolved"]["max_model_len"] == info["limits"]["max_model_len"]
+    assert info["http"]["api_key"] is None
+    for rank, row in enumerate(info["ranks"]):
+        assert (row["rank"], row["kv_blocks"], row["device"]) == (rank, 4, "cpu")
+        assert row["phase"] in ("idle", "running")
+        assert row["num_computed_tokens"] > 0

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,12 +26,6 @@ PROMPT = "HAMLET\nWhat a piece of work is"
 BODY = {"prompt": PROMPT, "max_tokens": 24, "seed": 7, "logprobs": 5, "temperature": 0.9}
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    with running_server(2, "--max-num-batched-tokens", "128", "--max-num-seqs", "32") as running:
-        yield running
-
-
 def _answer(response: dict[str, object]) -> str:
     """Everything of a completion that must not depend on company."""
     return json.dumps([response["choices"], response["usage"]])
@@ -47,6 +40,29 @@ def test_http_and_offline_give_the_same_bits(server: RunningServer) -> None:
     entries = offline.outputs[0].logprobs
     assert entries is not None
     assert choice["logprobs"]["token_logprobs"] == [entry.logprob for entry in entries]
+
+
+def test_rules_give_the_same_bits_over_http_and_offline_and_beside_other_requests(
+    server: RunningServer,
+) -> None:
+    rules = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.25, "min_tokens": 20}
+    words = {"bad_words": ["love", "what"], "stop_token_ids": [5, 6, 7]}
+    body = {**BODY, **rules, **words, "logit_bias": {"40": 2.5, "41": -100}, "return_token_ids": True}
+    alone = server.complete(**body)
+    params = SamplingParams(
+        max_tokens=24, seed=7, logprobs=5, temperature=0.9, top_p=0.95, **rules,
+        bad_words=("love", "what"), stop_token_ids=(5, 6, 7), logit_bias={40: 2.5, 41: -100.0},
+    )  # fmt: skip
+    [offline] = LLM().generate([PROMPT], params)
+    [choice] = alone["choices"]
+    assert tuple(choice["token_ids"]) == offline.outputs[0].token_ids
+    assert choice["logprobs"]["token_logprobs"] == [e.logprob for e in offline.outputs[0].logprobs or ()]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        others = [pool.submit(server.complete, **{**BODY, "seed": i}) for i in range(6)]
+        assert _answer(server.complete(**body)) == _answer(alone)
+        plain = server.complete(**BODY, return_token_ids=True)["choices"][0]
+        assert all(other.result() for other in others)
+    assert plain["token_ids"] != choice["token_ids"]
 
 
 def test_http_and_offline_share_the_checkpoint_s_defaults(server: RunningServer) -> None:
@@ -183,15 +199,6 @@ def test_one_process_drains_and_exits_0() -> None:
         server.complete(prompt="x", max_tokens=1)
         server.process.send_signal(signal.SIGTERM)
         assert server.wait_exit() == 0
-
-
-def test_a_killed_rank_ends_the_gang() -> None:
-    with running_server(2) as server:
-        url = server.url
-        server.signal_rank(1, signal.SIGKILL)
-        assert server.wait_exit(30) != 0
-        with pytest.raises(httpx.HTTPError):
-            httpx.get(f"{url}/health")
 
 
 def test_ranks_do_not_outlive_the_process_that_started_them() -> None:

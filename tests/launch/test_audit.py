@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 
 from moe_runtime.config import AuditConfig
+from moe_runtime.exit_codes import EXIT_OK, EXIT_SELF_CHECK, EXIT_USAGE
 from moe_runtime.kernels.golden_digests import cpu_digests, cpu_key, read_golden
 from moe_runtime.launch import audit
-from moe_runtime.launch.cli import EXIT_OK, EXIT_SELF_CHECK, EXIT_USAGE
 
 
 def test_the_audit_of_a_cpu_prints_row_tiles(capsys):

@@ -10,8 +10,8 @@ import torch
 
 from moe_runtime.engine.llm import LLM
 from moe_runtime.errors import CapacityError
+from moe_runtime.exit_codes import EXIT_NO_FIT
 from moe_runtime.launch.check import main
-from moe_runtime.launch.cli import EXIT_NO_FIT
 from tests.checkpoints import tiny_config, write_checkpoint
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from moe_runtime.config import GenerateConfig, ServeConfig
 from moe_runtime.launch import serve
-from moe_runtime.launch.cli import parse_config, usage_error
+from moe_runtime.launch.cli import last_error, parse_config, usage_error
 
 
 def test_flags_win_over_the_environment_and_it_over_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,6 +99,24 @@ def test_a_rank_outside_the_world_is_told(
     assert (
         capsys.readouterr().err == "[rank 5] error: RANK (5) must be in [0, WORLD_SIZE) with WORLD_SIZE (2)\n"
     )
+
+
+def test_help_does_not_show_the_key(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MOE_RUNTIME_API_KEY", "secret-key")
+    monkeypatch.setenv("MOE_RUNTIME_SERVED_MODEL_NAME", "shown-name")
+    with pytest.raises(SystemExit):
+        parse_config(ServeConfig, ["--help"], prog="serve")
+    shown = capsys.readouterr()
+    assert "shown-name" in shown.out, "the control: other values are shown"
+    assert "secret-key" not in shown.out + shown.err
+
+
+def test_the_last_error_is_kept_for_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit):
+        usage_error("port (x) must be y\n")
+    assert last_error() == "port (x) must be y"
 
 
 def test_help_is_shown_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

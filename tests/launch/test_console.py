@@ -7,13 +7,13 @@ import importlib
 import pytest
 
 from moe_runtime import __version__
-from moe_runtime.launch.console import COMMANDS, main
+from moe_runtime.launch.console import COMMANDS, main, module_of
 
 
 def test_every_command_has_a_program() -> None:
     for name in COMMANDS:
-        assert callable(importlib.import_module(f"moe_runtime.launch.{name}").main)
-        assert callable(importlib.import_module(f"moe_runtime.{name}").main)
+        assert callable(importlib.import_module(f"moe_runtime.launch.{module_of(name)}").main)
+        assert callable(importlib.import_module(f"moe_runtime.{module_of(name)}").main)
 
 
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:

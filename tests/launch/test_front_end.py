@@ -30,11 +30,13 @@ def _config(port: int = 0) -> ServerConfig:
 def test_it_announces_its_addresses_and_goes_when_let_go() -> None:
     child = FrontEndProcess(_config())
     assert child.endpoint.startswith("tcp://127.0.0.1:")
+    assert child.watch_endpoint.startswith("tcp://127.0.0.1:")
     assert child.is_alive()
     with socket.create_connection(("127.0.0.1", child.port), timeout=5):
         pass
     assert child.close() == 1  # its parent let go without a drain
     assert not child.is_alive()
+    assert child.how_it_ended().endswith("exit code 1")
     child.forward(signal.SIGTERM)  # nothing left to tell
 
 
@@ -56,3 +58,10 @@ def test_a_checkpoint_without_tokenizer_is_found_before_anything_is_announced(
         FrontEndProcess(config)
     assert raised.value.exit_code == 2
     assert "tokenizer.json is missing" in capfd.readouterr().err
+
+
+def test_a_child_that_does_not_go_is_killed() -> None:
+    child = FrontEndProcess(_config())
+    child.forward(signal.SIGSTOP)
+    assert child.close(0.2) == -signal.SIGKILL
+    assert child.how_it_ended().endswith("ended by SIGKILL")

@@ -13,13 +13,15 @@ import moe_runtime.builtin
 from moe_runtime.engine.llm import LLM
 from moe_runtime.engine.request import SamplingParams
 from moe_runtime.errors import CapacityError
-from moe_runtime.launch.cli import EXIT_NO_FIT
+from moe_runtime.exit_codes import EXIT_NO_FIT
 from moe_runtime.launch.generate import main, parse_line
 
 
 def test_a_line_gives_prompt_and_parameters() -> None:
     line = '{"prompt": "a", "stop": ["x"], "temperature": 0, "logprobs": 2}'
     assert parse_line(line, 1) == ("a", {"stop": ("x",), "temperature": 0, "logprobs": 2})
+    biased = '{"prompt": "a", "logit_bias": {"5": -1}, "bad_words": ["x"]}'
+    assert parse_line(biased, 1) == ("a", {"logit_bias": {5: -1.0}, "bad_words": ("x",)})
     assert parse_line('{"prompt": [1, 2]}', 1) == ([1, 2], {})
     chat = [{"role": "user", "content": "hi"}]
     assert parse_line(json.dumps({"messages": chat, "n": 2}), 1) == (chat, {"n": 2})
@@ -107,10 +109,10 @@ def test_defaults_that_are_not_implemented_are_refused(
 ) -> None:
     model = tmp_path / "model"
     shutil.copytree(Path(moe_runtime.builtin.__file__).parent, model)
-    _write(model / "generation_config.json", {"repetition_penalty": 1.1})
+    _write(model / "generation_config.json", {"num_beams": 4})
     source, target = _write(tmp_path / "in.jsonl", {"prompt": "a", "max_tokens": 1}), tmp_path / "out.jsonl"
     message = _refused(["--model", str(model), "--input", str(source), "--output", str(target)], capsys)
-    assert "repetition_penalty (1.1) is not implemented" in message
+    assert "num_beams (4) is not implemented" in message
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "model"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 
@@ -22,6 +23,7 @@ from moe_runtime.engine.messages import (
 )
 from moe_runtime.engine.request import SamplingParams, make_request
 from moe_runtime.launch.rank_service import RankService
+from moe_runtime.launch.step_clock import StepClock
 
 
 class PlayedFrontEnd:
@@ -32,19 +34,19 @@ class PlayedFrontEnd:
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.ROUTER)
         port = self.socket.bind_to_random_port("tcp://127.0.0.1")
-        self.alive = True
-        self.error: BaseException | None = None
+        self.clock = StepClock(slow_step_s=math.inf)
+        self.num_drains = 0
         self.service = RankService(
-            llm.engine, 0, f"tcp://127.0.0.1:{port}", {"x": 1}, is_front_end_alive=lambda: self.alive
+            llm.engine, 0, f"tcp://127.0.0.1:{port}", {"x": 1}, clock=self.clock, on_drain=self._count
         )
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
 
     def _run(self) -> None:
-        try:
-            self.service.run()
-        except RuntimeError as error:
-            self.error = error
+        self.service.run()
+
+    def _count(self) -> None:
+        self.num_drains += 1
 
     def receive(self) -> RankReady | RankReport:
         assert self.socket.poll(20_000), "no message from the rank"
@@ -63,7 +65,7 @@ class PlayedFrontEnd:
                 return outputs
 
     def end(self) -> None:
-        self.alive = False
+        self.send(Drain(1000, abort=True))
         self.thread.join(20)
         self.service.close()
         self.socket.close(linger=0)
@@ -121,29 +123,16 @@ def test_drain_finishes_what_runs_and_leaves(played: PlayedFrontEnd) -> None:
     assert played.outputs_until_idle()[-1].finish_reason == "length"
     played.thread.join(20)
     assert not played.thread.is_alive()
-    assert played.error is None
+    assert (played.num_drains, played.service.exit_code) == (1, 0)
+    assert played.clock.number >= 30
+    assert played.clock.elapsed_s == 0
 
 
 def test_drain_with_abort_drops_what_runs(played: PlayedFrontEnd) -> None:
     played.receive()
     played.send(_add(played.llm, "a", 1, 900))
-    played.send(Drain(2, abort=True))
+    played.send(Drain(2, abort=True, exit_code=143))
     played.thread.join(20)
     assert not played.thread.is_alive()
+    assert played.service.exit_code == 143
     assert played.llm.engine.scheduler.num_unfinished == 0
-
-
-def test_it_stops_when_the_front_end_has_gone(played: PlayedFrontEnd) -> None:
-    played.receive()
-    played.alive = False
-    played.thread.join(20)
-    assert "front end has gone" in str(played.error)
-
-
-def test_it_stops_when_the_front_end_was_gone_before_it_could_connect() -> None:
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as taken:
-        port = taken.bind_to_random_port("tcp://127.0.0.1")
-    service = RankService(LLM().engine, 0, f"tcp://127.0.0.1:{port}", {})
-    with pytest.raises(RuntimeError, match="front end has gone"):
-        service.run()
-    service.close()

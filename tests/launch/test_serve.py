@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from moe_runtime.errors import CapacityError, CheckpointError
+from moe_runtime.exit_codes import EXIT_NO_FIT, EXIT_USAGE
 from moe_runtime.launch import serve
-from moe_runtime.launch.cli import EXIT_NO_FIT, EXIT_USAGE
 from tests.ranks import RankContext
 
 
@@ -36,7 +36,7 @@ def start(context: RankContext, args: list[list[str]], case: str) -> tuple[int, 
         handler = logging.StreamHandler(log)
         serve.logger.addHandler(handler)
         patch.setattr(serve, "init_ranks", lambda device: context.group)
-        patch.setattr(serve, "setup_logging", lambda rank: None)
+        patch.setattr(serve, "setup_logging", lambda rank, log_format: None)
         patch.setattr(serve, "close_ranks", lambda group, tensor_parallel=None: None)
         patch.setattr(serve, "plan_model", plan)
         patch.setattr(serve, "plan_deployment", plan_deployment)
@@ -49,9 +49,9 @@ def start(context: RankContext, args: list[list[str]], case: str) -> tuple[int, 
     return code, shown.getvalue(), log.getvalue(), planned
 
 
-def test_a_fault_of_one_rank_s_plan_ends_all_ranks_with_its_message(ranks):
+def test_a_fault_of_one_rank_s_plan_ends_all_ranks_with_one_message(ranks):
     first, second = ranks(2, start, [[], []], "fault")
-    assert first[:2] == (EXIT_USAGE, "error: rank 1: model.safetensors is missing\n")
+    assert first[:2] == (EXIT_USAGE, "")
     assert second[:2] == (EXIT_USAGE, "[rank 1] error: model.safetensors is missing\n")
     assert first[3] == second[3] == []
 
@@ -69,13 +69,15 @@ def test_other_flags_are_told_before_they_can_lead_to_other_collectives(ranks, o
     ("flags", "transport"), [([], "symmetric"), (["--dispatcher", "collective"], "collective")]
 )
 def test_room_is_planned_for_the_transport_that_was_opened(ranks, flags, transport):
-    for code, _, log, planned in ranks(2, start, [flags, flags], ""):
-        assert (code, planned) == (EXIT_NO_FIT, [transport])
-        assert log == "the model does not fit: rank 1: the GPU has 1.0 GiB free\n"
+    outcomes = ranks(2, start, [flags, flags], "")
+    assert [(code, planned) for code, _, _, planned in outcomes] == [(EXIT_NO_FIT, [transport])] * 2
+    message = "error: the model does not fit: rank 1: the GPU has 1.0 GiB free\n"
+    assert [shown for _, shown, _, _ in outcomes] == [message, ""]
 
 
 def test_a_transport_that_cannot_be_ends_with_the_code_of_usage(ranks):
     flags = ["--dispatcher", "deepep"]
-    for code, _, log, planned in ranks(2, start, [flags, flags], ""):
-        assert (code, planned) == (EXIT_USAGE, [])
-        assert "dispatcher (deepep) must be auto, collective, symmetric or loopback" in log
+    (first, shown, _, planned), second = ranks(2, start, [flags, flags], "")
+    assert (first, planned) == (EXIT_USAGE, [])
+    assert "error: dispatcher (deepep) must be auto, collective, symmetric or loopback" in shown
+    assert (second[0], second[1]) == (EXIT_USAGE, "")

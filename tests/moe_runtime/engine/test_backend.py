@@ -18,7 +18,7 @@ from moe_runtime.engine.llm import LLM
 from moe_runtime.engine.model_loader import load_model, plan_model
 from moe_runtime.eplb.placement import contiguous_placement
 from moe_runtime.errors import CapacityError
-from moe_runtime.launch.cli import EXIT_NO_FIT, EXIT_USAGE
+from moe_runtime.exit_codes import EXIT_NO_FIT, EXIT_USAGE
 from moe_runtime.launch.serve import main as serve
 from tests.checkpoints import tiny_config, write_checkpoint
 from tests.gpu_engine import gpu_config, write_gpu_checkpoint
@@ -36,7 +36,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def own_logging(monkeypatch):
     """``serve`` leaves pytest's log handlers in place."""
-    monkeypatch.setattr("moe_runtime.launch.serve.setup_logging", lambda rank: None)
+    monkeypatch.setattr("moe_runtime.launch.serve.setup_logging", lambda rank, log_format: None)
 
 
 @pytest.fixture
@@ -79,28 +79,22 @@ def test_a_gpu_asked_for_where_there_is_none_is_refused(folder, monkeypatch):
 def test_a_rank_without_a_gpu_of_its_own_is_refused(folder, pretended_gpu, monkeypatch):
     pretended_gpu(80 << 30)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     message = (
         r"device \(auto\) must be cpu with more ranks on a host than GPUs: here are 3 ranks, and torch sees 2"
     )
+    config = EngineConfig(model=str(folder))
     for rank in range(3):  # the fault is every rank's, or those with a GPU would wait for those without
-        monkeypatch.setenv("LOCAL_RANK", str(rank))
         with pytest.raises(ValueError, match=message):
-            plan_model(EngineConfig(model=str(folder)), RankGroup(rank=rank, size=3))
-    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+            plan_model(config, RankGroup(rank=rank + 3, size=6, local_rank=rank, local_size=3))
     with pytest.raises(ValueError, match=message):
-        plan_model(EngineConfig(model=str(folder)), RankGroup(rank=2, size=3))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    plan = plan_model(EngineConfig(model=str(folder)), RankGroup(rank=1, size=2))
+        plan_model(config, RankGroup(rank=2, size=3))
+    plan = plan_model(config, RankGroup(rank=3, size=4, local_rank=1, local_size=2))
     assert plan.device == torch.device("cuda", 1)
 
 
 def test_the_one_gpu_that_a_rank_is_shown_is_its_own(folder, pretended_gpu, monkeypatch):
     pretended_gpu(80 << 30)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    monkeypatch.setenv("LOCAL_RANK", "3")
     plan = plan_model(EngineConfig(model=str(folder)), RankGroup(rank=3, size=4))
     assert plan.device == torch.device("cuda", 0)
 
@@ -187,16 +181,13 @@ def test_a_gpu_that_is_too_full_is_told_on_all_ranks(ranks, folder):
     assert int(few[0]) < int(many[0])
 
 
-def test_too_little_memory_says_what_to_change_and_serve_exits_3(folder, pretended_gpu, caplog, monkeypatch):
-    monkeypatch.setattr(
-        "moe_runtime.launch.serve.setup_logging", lambda rank: None
-    )  # it would take caplog's place
+def test_too_little_memory_says_what_to_change_and_serve_exits_3(folder, pretended_gpu, capsys):
     pretended_gpu(1 << 30)
     config = EngineConfig(model=str(folder))
     with pytest.raises(CapacityError, match=r"1\.0 GiB free.*lower max_model_len or max_num_batched_tokens"):
         plan_deployment(plan_model(config), config)
     assert serve(["--model", str(folder), "--port", "0"]) == EXIT_NO_FIT
-    assert "the model does not fit: the GPU has 1.0 GiB free" in caplog.text
+    assert "error: the model does not fit: the GPU has 1.0 GiB free" in capsys.readouterr().err
 
 
 def test_serve_refuses_a_model_the_gpu_cannot_run_with_the_code_of_usage(tmp_path, pretended_gpu, capsys):

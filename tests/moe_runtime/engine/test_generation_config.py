@@ -28,13 +28,20 @@ def test_sampling_defaults_come_from_the_generation_config(config, expected, tmp
         (tmp_path / "generation_config.json").write_text(json.dumps(config))
     defaults = sampling_defaults(tmp_path)
     assert (defaults["temperature"], defaults["top_p"], defaults["top_k"], defaults["min_p"]) == expected
+    assert defaults["repetition_penalty"] == 1.0
     SamplingParams(**defaults)
+
+
+def test_a_repetition_penalty_of_the_checkpoint_is_kept(tmp_path):
+    (tmp_path / "generation_config.json").write_text('{"repetition_penalty": 1.05}')
+    assert sampling_defaults(tmp_path)["repetition_penalty"] == 1.05
 
 
 @pytest.mark.parametrize(
     "config",
     [
-        {"repetition_penalty": 1.05},
+        {"repetition_penalty": 0},
+        {"frequency_penalty": 0.5},
         {"no_repeat_ngram_size": 2},
         {"num_beams": 4},
         {"suppress_tokens": [1]},

@@ -429,9 +429,9 @@ def reconfigure_on_gpu(context: RankContext, folder: str) -> list[str]:
     llm = gpu_llm(Path(folder), group=context.group, dispatcher="collective", **limits)
     wanted = {"max_num_batched_tokens": 400, "kv_cache_blocks": 9}
     full = [
-        (cuda_decoder, "_Buffers"),
+        (cuda_decoder, "Buffers"),
         (gpu_experts, "SpreadExperts"),
-        (cuda_runner, "_InputRing"),
+        (cuda_runner, "InputRing"),
     ]
     return reconfigure_where_one_is_full(llm, wanted, full, context)
 
@@ -471,8 +471,8 @@ def test_defaults_that_are_not_implemented_are_refused(llm):
     file = llm.model.plan.model_dir / "generation_config.json"
     before = file.read_text()
     try:
-        file.write_text(json.dumps({"repetition_penalty": 1.1}))
-        with pytest.raises(CheckpointError, match=r"repetition_penalty \(1.1\) is not implemented"):
+        file.write_text(json.dumps({"no_repeat_ngram_size": 2}))
+        with pytest.raises(CheckpointError, match=r"no_repeat_ngram_size \(2\) is not implemented"):
             llm.generate([PROMPT])
         assert len(ids_of(llm)[0]) == GREEDY.max_tokens
     finally:

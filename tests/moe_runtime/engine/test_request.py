@@ -8,7 +8,11 @@ import math
 import pytest
 
 from moe_runtime.engine.request import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
     MAX_CHOICES,
+    MAX_LOGIT_BIASES,
     MAX_LOGPROBS,
     MAX_STOP_STRING_CHARS,
     MAX_STOP_STRINGS,
@@ -26,7 +30,7 @@ from moe_runtime.engine.request import (
 )
 from moe_runtime.errors import InvalidRequestError
 
-LIMITS = RequestLimits(vocab_size=100, max_model_len=64, max_kv_tokens=128)
+LIMITS = RequestLimits(vocab_size=100, max_model_len=64, max_kv_tokens=128, eos_token_ids=(98, 99))
 
 GOOD = [
     {"temperature": 0},
@@ -50,6 +54,14 @@ GOOD = [
     {"stop": ["a"]},
     {"stop_token_ids": (0, 99)},
     {"forced_token_ids": (0, 99)},
+    {"min_tokens": 0},
+    {"min_tokens": 5},
+    *[{name: value} for name in ("presence_penalty", "frequency_penalty") for value in (-2, 0, 0.5, 2.0)],
+    *[{"repetition_penalty": value} for value in (0.01, 1, 1.3, 100)],
+    *[{"logit_bias": value} for value in ({}, {0: -100, 99: 100.0}, dict.fromkeys(range(100), 1))],
+    {"bad_words": ("a", "b" * MAX_BAD_WORD_CHARS)},
+    {"allowed_token_ids": (0, 99, 0)},
+    {"allowed_token_ids": tuple(range(100))},
 ]
 BAD = [
     *[
@@ -72,6 +84,18 @@ BAD = [
     *[("ignore_eos", value) for value in (1, None)],
     *[("include_stop_str_in_output", value) for value in ("yes",)],
     *[("skip_special_tokens", value) for value in (0,)],
+    *[("return_routed_experts", value) for value in (1, "true", None)],
+    *[("min_tokens", value) for value in (-1, 2**63, 1.0, True, None, "3")],
+    *[("presence_penalty", value) for value in (-2.01, 2.01, math.nan, math.inf, True, None, "1")],
+    *[("frequency_penalty", value) for value in (-2.01, 2.01, math.nan, -math.inf, True, None)],
+    *[("repetition_penalty", value) for value in (0, -1, 0.001, 100.1, math.nan, math.inf, True, None)],
+    *[("logit_bias", {key: 1.0}) for key in (-1, 100, 10**12, "5", True, 1.0, None)],
+    *[("logit_bias", {5: bias}) for bias in (-100.1, 101, math.nan, math.inf, True, "1", None)],
+    *[("logit_bias", value) for value in ([], "5", 3, dict.fromkeys(range(MAX_LOGIT_BIASES + 1), 1.0))],
+    *[("bad_words", value) for value in ("abc", ("",), (3,), ("x" * (MAX_BAD_WORD_CHARS + 1),), None)],
+    ("bad_words", ("x",) * (MAX_BAD_WORDS + 1)),
+    *[("allowed_token_ids", value) for value in ((), (100,), (-1,), "ab", 3, (True,))],
+    ("allowed_token_ids", (1,) * (MAX_ALLOWED_TOKEN_IDS + 1)),
 ]
 
 
@@ -82,7 +106,7 @@ def test_a_value_within_its_rule_is_accepted(fields):
 
 @pytest.mark.parametrize(("name", "value"), BAD)
 def test_a_value_outside_its_rule_is_named(name, value):
-    with pytest.raises(InvalidRequestError, match=f"{name}.* must (be|have|hold) ") as caught:
+    with pytest.raises(InvalidRequestError, match=f"{name}.* must (be|have|hold|map) ") as caught:
         validate_sampling(SamplingParams(**{name: value}), LIMITS)
     assert caught.value.param is not None
     assert caught.value.param.startswith(name)
@@ -140,6 +164,66 @@ def test_forced_tokens_decide_the_length():
     assert make_request("r", [1], params, LIMITS).params.max_tokens == 3
     with pytest.raises(InvalidRequestError):
         make_request("r", [1] * 62, params, LIMITS)
+
+
+def word_ids(word):
+    """Forms of a word as its letters' places in the alphabet, after 50 with a space."""
+    ids = [ord(c) - ord("a") for c in word.strip()]
+    return [tuple(ids), (50, *ids)]
+
+
+def test_min_tokens_fit_into_max_tokens():
+    assert make_request("r", [1], SamplingParams(min_tokens=5, max_tokens=5), LIMITS).params.min_tokens == 5
+    for params in (
+        SamplingParams(min_tokens=6, max_tokens=5),
+        SamplingParams(min_tokens=64),
+        SamplingParams(min_tokens=3, forced_token_ids=(1, 2)),
+    ):
+        with pytest.raises(InvalidRequestError, match=r"^min_tokens \(\d+\) must be at most max_tokens") as e:
+            make_request("r", [1], params, LIMITS)
+        assert e.value.param == "min_tokens"
+
+
+def test_ids_that_would_end_the_output_are_those_in_force():
+    def ending(**fields):
+        return make_request("r", [1], SamplingParams(**fields), LIMITS).ending_ids
+
+    assert ending(min_tokens=2) == (98, 99)
+    assert ending(min_tokens=2, stop_token_ids=(5, 98)) == (5, 98, 99)
+    assert ending(min_tokens=2, stop_token_ids=(5,), ignore_eos=True) == (5,)
+    assert ending(stop_token_ids=(5,)) == ()
+    assert ending(min_tokens=2, forced_token_ids=(1, 2)) == ()
+
+
+def test_bad_words_are_taken_in_all_their_forms():
+    params = SamplingParams(bad_words=("ab", "ab", "c"))
+    request = make_request("r", [1], params, LIMITS, bad_word_ids=word_ids)
+    assert request.bad_token_ids == ((0, 1), (50, 0, 1), (2,), (50, 2))
+    with pytest.raises(InvalidRequestError, match="bad_words need a tokenizer"):
+        make_request("r", [1], params, LIMITS)
+    with pytest.raises(InvalidRequestError, match=r"^bad_words \(zz\) must have at least one token"):
+        make_request("r", [1], SamplingParams(bad_words=("zz",)), LIMITS, bad_word_ids=lambda _: [()])
+    beyond = make_request("r", [1], params, LIMITS, bad_word_ids=lambda _: [(3, 100)])
+    assert beyond.bad_token_ids == (), "the model has no such token"
+
+
+def test_masks_that_may_leave_nothing_are_refused():
+    def make(**fields):
+        return make_request("r", [1], SamplingParams(**fields), LIMITS, bad_word_ids=word_ids)
+
+    for fields in (
+        {"allowed_token_ids": (98, 99), "min_tokens": 1},
+        {"allowed_token_ids": (2, 98), "min_tokens": 1, "stop_token_ids": (2,)},
+        {"allowed_token_ids": (1, 2), "bad_words": ("ab", "c")},  # after 0, 1 is banned
+    ):
+        with pytest.raises(InvalidRequestError, match="leave no token that is always there to choose") as e:
+            make(**fields)
+        assert e.value.param == "allowed_token_ids"
+        make(**{**fields, "allowed_token_ids": (*fields["allowed_token_ids"], 60)})
+    small = RequestLimits(vocab_size=2, max_model_len=8, max_kv_tokens=8, eos_token_ids=(1,))
+    with pytest.raises(InvalidRequestError, match="leave no token") as e:
+        make_request("r", [1], SamplingParams(bad_words=("a",), min_tokens=1), small, bad_word_ids=word_ids)
+    assert e.value.param == "bad_words"
 
 
 def test_a_missing_seed_is_drawn_and_a_given_one_kept():

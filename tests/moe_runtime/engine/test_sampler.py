@@ -8,8 +8,9 @@ import torch
 from moe_runtime.engine import sampler
 from moe_runtime.engine.batch import LogitsRow
 from moe_runtime.engine.request import Request, SamplingParams
-from moe_runtime.engine.sampler import score_rows
+from moe_runtime.engine.sampler import row_sampling, score_rows
 from moe_runtime.engine.sequence import Sequence
+from moe_runtime.kernels.logit_rules import apply_rules_reference
 from moe_runtime.kernels.sampling import RowSampling, sample_row
 from moe_runtime.kernels.schedules import Control, control
 from moe_runtime.kernels.softmax import log_softmax
@@ -113,6 +114,31 @@ def test_the_greedy_token_is_the_first_alternative_of_a_flat_row():
     assert scored.token_id == 77
     assert scored.logprobs.top_ids == (77, 0, 1)
     assert scored.logprobs.top_logprobs == (scored.logprobs.logprob,) * 3
+
+
+def test_rows_with_rules_are_chosen_by_the_definition_and_leave_the_others_alone():
+    hidden, head = hostile("normal", (12, HIDDEN), seed=6) / 8, Head()
+    rules = {"repetition_penalty": 3.0, "frequency_penalty": 0.5, "logit_bias": {9: 2.0}}
+    kinds = [{"temperature": 0, **rules}, {}, {"temperature": 0.8, "allowed_token_ids": (3, 70, 99)}, rules]
+    rows = [row(i, **kinds[i % len(kinds)], logprobs=2) for i in range(12)]
+    for r in rows:
+        r.sequence.token_ids += [5, 9, 5]
+    scored = score_rows(head, hidden, rows)
+    logits = head.logits(hidden)
+    for i, r in enumerate(rows):
+        rule, values = r.sequence.rules, logits[i : i + 1]
+        assert (rule is None) == (i % 4 == 1)
+        if rule is not None:
+            values = apply_rules_reference(values, [rule], [5])
+        assert scored[i].token_id == sample_row(values[0], row_sampling(r, i))
+        assert scored[i].logprobs.logprob == log_softmax(logits)[i, scored[i].token_id].item()
+    assert scored == [score_rows(head, hidden, [r])[0] for r in rows]
+    bare = [row(i, **{k: v for k, v in kinds[i % 4].items() if k == "temperature"}) for i in range(12)]
+    for r in bare:
+        r.sequence.token_ids += [5, 9, 5]
+    free = [s.token_id for s in score_rows(head, hidden, bare)]
+    assert [s.token_id for s in scored][1::4] == free[1::4]
+    assert [s.token_id for s in scored] != free
 
 
 def test_forced_tokens_follow_each_other():

@@ -146,6 +146,24 @@ def test_decode_equals_the_library_where_bytes_are_valid(kind, data, skip):
     assert tokenizer_of(kind).decode(ids, skip_special_tokens=skip) == expected
 
 
+@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
+@given(data=st.data(), skip=st.booleans())
+@FAST
+def test_steps_are_those_of_the_library_s_stream_or_sooner(kind, data, skip):
+    """Sooner, because the library's looks at text and not at bytes; where characters are whole both say the same."""
+    backend, tokenizer = backend_of(kind), tokenizer_of(kind)
+    texts = st.lists(st.sampled_from([SAMPLE, FAMILY, CJK, " the", "caf\u00e9", "a"]), min_size=1, max_size=5)
+    ids = backend.encode("x" + "".join(data.draw(texts)), add_special_tokens=False).ids
+    theirs = decoders.DecodeStream(skip_special_tokens=skip)
+    ours = tokenizer.decoder(skip_special_tokens=skip)
+    said, said_by_library = "", ""
+    for token_id in ids:
+        said += ours.step(token_id)
+        said_by_library += theirs.step(backend, token_id) or ""
+        assert said.startswith(said_by_library)
+    assert said == said_by_library
+
+
 @pytest.mark.parametrize("kind", sorted(BACKENDS))
 @given(data=st.data(), skip=st.booleans())
 @FAST
@@ -367,3 +385,59 @@ def test_encoding_in_a_thread_does_not_stop_the_others() -> None:
         thread.join(0.001)
         num_turns += 1
     assert num_turns > 3  # one that held the interpreter's lock would leave a single turn
+
+
+TRIMS = "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}[end]{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [TRIMS, TRIMS.replace("m.content | trim", "m.content")])
+@pytest.mark.parametrize("content", ["It is", "[end] It is", "CONTINUEX CONTINUE"])
+def test_a_conversation_is_cut_where_its_last_message_ends_as_in_transformers(template, content, tmp_path):
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    save(byte_level_backend(), tmp_path, {"chat_template": template})
+    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
+    (expected,), _ = render_jinja_template([messages], chat_template=template, continue_final_message=True)
+    tokenizer = Tokenizer.from_dir(tmp_path)
+    found = tokenizer.apply_chat_template(messages, add_generation_prompt=False, continue_final_message=True)
+    assert found == expected == f"[user]{content}[end][assistant]{content}"
+
+
+def test_space_at_the_end_of_a_message_to_continue_is_kept(tmp_path):
+    save(byte_level_backend(), tmp_path, {"chat_template": TRIMS})
+    flags = {"add_generation_prompt": False, "continue_final_message": True}
+    messages = [{"role": "assistant", "content": "It is "}]
+    assert Tokenizer.from_dir(tmp_path).apply_chat_template(messages, **flags) == "[assistant]It is "
+
+
+@pytest.mark.parametrize(
+    ("messages", "template", "match"),
+    [
+        ([{"role": "user", "content": "x"}], TRIMS, "must end with one of the assistant"),
+        ([{"role": "assistant", "content": ""}], TRIMS, "must end with text"),
+        ([{"role": "assistant"}], TRIMS, "must end with text"),
+        ([], TRIMS, "must end with one of the assistant"),
+        ([{"role": "assistant", "content": "x"}], "none", "the chat template leaves out the last one"),
+    ],
+)
+def test_what_cannot_be_continued_is_refused(messages, template, match, tmp_path):
+    save(byte_level_backend(), tmp_path, {"chat_template": template})
+    tokenizer = Tokenizer.from_dir(tmp_path)
+    with pytest.raises(InvalidRequestError, match=match) as caught:
+        tokenizer.apply_chat_template(messages, add_generation_prompt=False, continue_final_message=True)
+    assert caught.value.param == "messages"
+    with pytest.raises(InvalidRequestError, match="must be given with add_generation_prompt false"):
+        tokenizer.apply_chat_template(messages, continue_final_message=True)
+
+
+def test_a_bad_word_has_a_form_with_a_space_and_one_without():
+    tokenizer = tokenizer_of("byte_level")
+
+    def encode(text):
+        return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+    for word in ("ab", " ab", "  ab"):
+        assert tokenizer.bad_word_ids(word) == [encode("ab"), encode(" ab")]
+    assert tokenizer.bad_word_ids(" ") == [encode(" ")]
+    with pytest.raises(InvalidRequestError, match="bad_words must be valid Unicode"):
+        tokenizer.bad_word_ids("\ud800")

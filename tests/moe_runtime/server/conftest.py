@@ -46,7 +46,8 @@ class RunningServer:
         self.url = f"http://127.0.0.1:{self.announced['port']}"
         headers = {} if config.api_key is None else {"Authorization": f"Bearer {config.api_key}"}
         self.http = httpx.Client(base_url=self.url, timeout=60, headers=headers)
-        self.ranks = FakeRanks(self.announced["zmq"], config.world_size, **rank_options)
+        watch = self.announced["watch"]
+        self.ranks = FakeRanks(self.announced["zmq"], config.world_size, watch_endpoint=watch, **rank_options)
         if with_ranks:
             self.ranks.start()
             wait_until(lambda: self.http.get("/health").status_code == 200)

@@ -29,12 +29,15 @@ from moe_runtime.engine.messages import (
     encode,
 )
 from moe_runtime.engine.request import Request, RequestLimits, choice_seed
+from moe_runtime.engine.routed_experts import RoutedExperts
+from moe_runtime.server.processes import ProcessId
+from moe_runtime.server.watch_messages import Pulse, encode_watch_message
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 EOS_ID = VOCAB_SIZE - 1
 NAN_ID = 200
-LIMITS = RequestLimits(vocab_size=VOCAB_SIZE, max_model_len=4096, max_kv_tokens=8192)
+LIMITS = RequestLimits(vocab_size=VOCAB_SIZE, max_model_len=4096, max_kv_tokens=8192, eos_token_ids=(EOS_ID,))
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'user' and m.content == 'refuse' %}"
     "{{ raise_exception('not this one') }}{% endif %}"
@@ -93,6 +96,12 @@ def token_logprobs(token_id: int, position: int, num_top: int) -> TokenLogprobs:
     return TokenLogprobs(logprob, tuple(ids), tuple(top))
 
 
+def fake_routing(first: int, end: int) -> RoutedExperts:
+    """Of the tokens at positions ``first`` to ``end``: two layers, three slots."""
+    ids = [(7 * position + i) % 16 for position in range(first, end) for i in range(6)]
+    return RoutedExperts("uint8", (end - first, 2, 3), bytes(ids))
+
+
 def output_ids(request: Request, choice_idx: int) -> tuple[list[int], str, int | None]:
     """Ids, finish reason and stop reason of a choice: a function of the request alone.
 
@@ -141,6 +150,11 @@ class Sequence:
             prompt = self.request.prompt_ids
             known = [token_logprobs(prompt[i], i, params.prompt_logprobs) for i in range(1, len(prompt))]
             prompt_logprobs = (None, *known)
+        routed = None
+        if params.return_routed_experts:
+            num_prompt = len(self.request.prompt_ids)
+            first = 0 if start == 0 else num_prompt + start - 1
+            routed = fake_routing(first, num_prompt + max(end - 1, 0))
         self.num_sent = end
         has_ended = end == len(ids)
         return SequenceOutput(
@@ -151,6 +165,7 @@ class Sequence:
             prompt_logprobs=prompt_logprobs,
             finish_reason=finish_reason if has_ended else None,
             stop_reason=stop_reason if has_ended else None,
+            routed_experts=routed,
         )
 
 
@@ -160,10 +175,12 @@ class FakeRank:
 
     rank: int
     socket: zmq.Socket[bytes] | None = None
+    watch: zmq.Socket[bytes] | None = None
     received: list[RankMessage] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)
     last_report: float = 0.0
     is_silent: bool = False
+    expert_load: bytes | None = None
     is_draining: bool = False
 
     @property
@@ -173,10 +190,19 @@ class FakeRank:
 
 
 class FakeRanks(threading.Thread):
-    """All ranks of a server, in one thread. ``hold`` stops generation; ``step_s`` slows it."""
+    """All ranks of a server, in one thread. ``hold`` stops generation; ``step_s`` slows it.
+
+    With ``watch_endpoint`` they send pulses, but for those that are silent.
+    """
 
     def __init__(
-        self, endpoint: str, world_size: int, *, tokens_per_step: int = 3, step_s: float = 0.0
+        self,
+        endpoint: str,
+        world_size: int,
+        *,
+        tokens_per_step: int = 3,
+        step_s: float = 0.0,
+        watch_endpoint: str | None = None,
     ) -> None:
         super().__init__(name="fake-ranks", daemon=True)
         self.ranks = [FakeRank(rank) for rank in range(world_size)]
@@ -184,6 +210,7 @@ class FakeRanks(threading.Thread):
         self.tokens_per_step = tokens_per_step
         self.step_s = step_s
         self._endpoint = endpoint
+        self._watch_endpoint = watch_endpoint
         self._stop_requested = threading.Event()
         self._to_kill: set[int] = set()
 
@@ -213,6 +240,11 @@ class FakeRanks(threading.Thread):
             rank.socket.setsockopt(zmq.IDENTITY, b"rank-%d" % rank.rank)
             rank.socket.setsockopt(zmq.LINGER, 0)
             rank.socket.connect(self._endpoint)
+            if self._watch_endpoint is not None:
+                rank.watch = context.socket(zmq.DEALER)
+                rank.watch.setsockopt(zmq.IDENTITY, b"rank-%d" % rank.rank)
+                rank.watch.setsockopt(zmq.LINGER, 0)
+                rank.watch.connect(self._watch_endpoint)
             rank.socket.send(
                 encode(
                     RankReady(
@@ -238,8 +270,9 @@ class FakeRanks(threading.Thread):
             if self.step_s and busy:
                 time.sleep(self.step_s)
         for rank in self.ranks:
-            if rank.socket is not None:
-                rank.socket.close()
+            for socket in (rank.socket, rank.watch):
+                if socket is not None:
+                    socket.close()
         context.term()
 
     def _has_left(self, rank: FakeRank) -> bool:
@@ -259,7 +292,10 @@ class FakeRanks(threading.Thread):
             rank.last_report = now
             epoch = rank.epochs[-1] if rank.received else 0
             stats = RankStats(num_running=len(rank.sequences), num_kv_blocks=128, num_free_kv_blocks=128)
-            rank.socket.send(encode(RankReport(rank.rank, epoch, tuple(outputs), stats)))
+            rank.socket.send(encode(RankReport(rank.rank, epoch, tuple(outputs), stats, rank.expert_load)))
+            if rank.watch is not None and not rank.is_silent:
+                process = ProcessId(pid=1000 + rank.rank, start_ticks=0, host="elsewhere")
+                rank.watch.send(encode_watch_message(Pulse(rank=rank.rank, process=process)))
 
     def _take(self, rank: FakeRank, message: RankMessage) -> None:
         rank.received.append(message)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import resource
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 from moe_runtime.server.config import encode_config
 
@@ -56,3 +59,20 @@ def test_the_process_loads_no_torch(server):
     maps = f"/proc/{server.process.pid}/maps"
     with open(maps) as file:
         assert "libtorch" not in file.read()
+
+
+def test_the_process_takes_all_the_open_files_it_may_have(make_config):
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    command = f"ulimit -S -n 256; exec {sys.executable} -m moe_runtime.server"
+    process = subprocess.Popen(
+        ["sh", "-c", command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    with process:
+        process.stdin.write(encode_config(make_config()))
+        process.stdin.flush()
+        assert process.stdout.readline()
+        limits = Path(f"/proc/{process.pid}/limits").read_text()
+        process.stdin.close()
+        process.wait(20)
+    soft = re.search(r"Max open files +(\S+)", limits).group(1)
+    assert soft == ("unlimited" if hard == resource.RLIM_INFINITY else str(hard))

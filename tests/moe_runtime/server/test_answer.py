@@ -1,7 +1,8 @@
-"""Clients that go away, and ids of calls."""
+"""Clients that go away, ids of calls, and experts of tokens."""
 
 from __future__ import annotations
 
+import base64
 import socket
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from moe_runtime.engine.messages import AbortRequest, AddRequest
 from moe_runtime.server.answer import new_id
 from tests.moe_runtime.server.conftest import RunningServer, wait_until
+from tests.moe_runtime.server.fake_rank import fake_routing
 
 BODY = '{"model": "m", "prompt": "Hello", "max_tokens": 2000, "n": 2, "stream": %s}'
 
@@ -74,3 +76,50 @@ def test_a_reader_that_stops_slows_nobody_and_gets_everything_later(start_server
     connection.close()
     assert received.count(b'"finish_reason":"length"') == 4
     assert received.count(b"data: [DONE]") == 1
+
+
+def routed(choice) -> tuple[list[int], bytes]:
+    document = choice["routed_experts"]
+    assert document["dtype"] == "uint8"
+    return document["shape"], base64.b64decode(document["data"])
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("stop", [None, "brown f"])
+def test_experts_of_every_token_that_ran_come_with_the_last_chunk(server, path, stop):
+    body = {
+        "max_tokens": 60,
+        "seed": 3,
+        "n": 2,
+        "return_token_ids": True,
+        "return_routed_experts": True,
+        "stop": stop,
+    }
+    content = (
+        {"prompt": "Hello"}
+        if path == "/v1/completions"
+        else {"messages": [{"role": "user", "content": "Hello"}]}
+    )
+    whole = server._ok(path, {"model": "m", **content, **body})["choices"]
+    streamed = [c for chunk in server.stream(path, **content, **body) for c in chunk["choices"]]
+    assert all(("routed_experts" in c) == (c["finish_reason"] is not None) for c in streamed)
+    last = {c["index"]: c for c in streamed if c["finish_reason"] is not None}
+    for index, choice in enumerate(whole):
+        num_tokens = len(choice["prompt_token_ids"]) + len(choice["token_ids"]) - 1
+        assert routed(choice) == ([num_tokens, 2, 3], fake_routing(0, num_tokens).data)
+        assert routed(choice) == routed(last[index])
+        assert choice["finish_reason"] == ("length" if stop is None else "stop")
+
+
+def test_nobody_else_is_given_experts(server):
+    assert "routed_experts" not in server.complete(max_tokens=3)["choices"][0]
+    assert "routed_experts" not in server.complete(max_tokens=3, return_routed_experts=False)["choices"][0]
+    response = server.http.post(
+        "/v1/completions", json={"model": "m", "prompt": "a", "return_routed_experts": 1}
+    )
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "return_routed_experts")
+
+
+def test_experts_of_a_prompt_that_is_only_scored(server):
+    choice = server.complete(max_tokens=0, echo=True, logprobs=1, return_routed_experts=True)["choices"][0]
+    assert routed(choice)[0] == [len("Hello"), 2, 3]

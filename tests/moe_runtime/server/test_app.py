@@ -8,7 +8,7 @@ import json
 import openai
 import pytest
 
-from tests.moe_runtime.server.fake_rank import EOS_ID, NAN_ID
+from tests.moe_runtime.server.fake_rank import EOS_ID, NAN_ID, VOCAB_SIZE
 
 COMPLETION = {"model": "m", "prompt": "Hello", "max_tokens": 4}
 
@@ -20,7 +20,7 @@ def body(**fields):
 ERRORS = [
     # method, path, body, status, param, code
     ("GET", "/nowhere", None, 404, None, "not_found"),
-    ("GET", "/", None, 404, None, "not_found"),
+    ("GET", "/status.html", None, 404, None, "not_found"),
     ("POST", "/v1/completions/", b"{}", 404, None, "not_found"),
     ("GET", "/v1/completions", None, 405, None, "method_not_allowed"),
     ("DELETE", "/health", None, 405, None, "method_not_allowed"),
@@ -28,7 +28,7 @@ ERRORS = [
     ("POST", "/v1/completions", b"", 400, None, "invalid_json"),
     ("POST", "/v1/completions", b"{", 400, None, "invalid_json"),
     ("POST", "/v1/completions", b"[" * 100_000, 400, None, "invalid_json"),
-    ("POST", "/v1/completions", b'{"model": "m", "prompt": NaN}', 400, None, "invalid_json"),
+    ("POST", "/v1/completions", b'{"model": "m", "prompt": NaN}', 400, "prompt", "invalid_json"),
     ("POST", "/v1/completions", b'{"model": "m", "prompt": "\\ud800"}', 400, None, "invalid_json"),
     ("POST", "/v1/completions", b'{"model": "m", "prompt": "\xff"}', 400, None, "invalid_json"),
     ("POST", "/v1/completions", b"[]", 400, None, None),
@@ -69,7 +69,31 @@ ERRORS = [
     ("POST", "/v1/completions", body(stream_options={}), 400, "stream_options", None),
     ("POST", "/v1/completions", body(stream=1), 400, "stream", None),
     ("POST", "/v1/completions", body(best_of=2), 400, "best_of", "unsupported_parameter"),
-    ("POST", "/v1/completions", body(logit_bias={"1": 5}), 400, "logit_bias", "unsupported_parameter"),
+    *[
+        ("POST", "/v1/completions", body(logit_bias={key: 1}), 400, "logit_bias", None)
+        for key in ("-1", str(VOCAB_SIZE), "1000000000000", "9" * 400, "abc", "01", "")
+    ],
+    ("POST", "/v1/completions", body(logit_bias={"5": 101}), 400, "logit_bias[5]", None),
+    ("POST", "/v1/completions", body(logit_bias={"5": "x"}), 400, "logit_bias", None),
+    ("POST", "/v1/completions", body(logit_bias=[5]), 400, "logit_bias", None),
+    ("POST", "/v1/completions", body(presence_penalty=2.5), 400, "presence_penalty", None),
+    ("POST", "/v1/completions", body(frequency_penalty="1"), 400, "frequency_penalty", None),
+    ("POST", "/v1/completions", body(repetition_penalty=0), 400, "repetition_penalty", None),
+    ("POST", "/v1/completions", body(min_tokens=5, max_tokens=4), 400, "min_tokens", None),
+    ("POST", "/v1/completions", body(min_tokens=-1), 400, "min_tokens", None),
+    ("POST", "/v1/completions", body(bad_words="x"), 400, "bad_words", None),
+    ("POST", "/v1/completions", body(bad_words=[""]), 400, "bad_words", None),
+    ("POST", "/v1/completions", body(bad_words=["x"] * 1000), 400, "bad_words", None),
+    ("POST", "/v1/completions", body(allowed_token_ids=[]), 400, "allowed_token_ids", None),
+    ("POST", "/v1/completions", body(allowed_token_ids=[VOCAB_SIZE]), 400, "allowed_token_ids[0]", None),
+    (
+        "POST",
+        "/v1/completions",
+        body(allowed_token_ids=[EOS_ID], min_tokens=1),
+        400,
+        "allowed_token_ids",
+        None,
+    ),
     ("POST", "/v1/completions", body(unheard_of=1), 400, "unheard_of", None),
     ("POST", "/v1/completions", b'{"model": "m", "prompt": "x", "a\\u0000b": 1}', 400, "a\x00b", None),
     ("POST", "/v1/chat/completions", body(), 400, "messages", None),

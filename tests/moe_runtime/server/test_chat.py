@@ -102,6 +102,14 @@ def test_top_logprobs(server, num_top):
         ({"echo": True}, "echo"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages[0].role"),
+        ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [1]}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"continue_final_message": True, "add_generation_prompt": False}, "messages"),
+        ({"add_generation_prompt": 1}, "add_generation_prompt"),
+        ({"logit_bias": {"259": 1}}, "logit_bias"),
+        ({"min_tokens": 9, "max_completion_tokens": 8}, "min_tokens"),
     ],
 )
 def test_bad_values_are_named_as_the_caller_spelled_them(server, fields, param):
@@ -112,3 +120,48 @@ def test_bad_values_are_named_as_the_caller_spelled_them(server, fields, param):
     assert error["param"] == param
     assert param in error["message"]
     assert len(server.ranks.messages(AddRequest)) == before
+
+
+def prompt_of(server, messages, **fields):
+    answer = server.chat(messages=messages, max_tokens=1, return_token_ids=True, **fields)
+    ids = answer["choices"][0]["prompt_token_ids"]
+    return server.http.post("/detokenize", json={"tokens": ids}).json()["prompt"]
+
+
+def test_roles_and_parts_go_through_the_template(server):
+    messages = [
+        {"role": "system", "content": "s"},
+        {"role": "developer", "content": "d"},
+        {
+            "role": "user",
+            "name": "n",
+            "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+        },
+        {"role": "assistant", "content": "c", "refusal": None, "annotations": [], "tool_calls": None},
+        {"role": "user", "content": "e"},
+    ]
+    turns = [("system", "s"), ("system", "d"), ("user", "ab"), ("assistant", "c"), ("user", "e")]
+    text = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in turns)
+    assert prompt_of(server, messages) == text + "<|im_start|>assistant\n"
+    assert prompt_of(server, messages, add_generation_prompt=False) == text
+
+
+@pytest.mark.parametrize("content", ["It is ", " It", [{"type": "text", "text": "It is"}], "CONTINUE"])
+def test_an_answer_continues_the_assistant_s_last_message(server, content):
+    messages = [*MESSAGES, {"role": "assistant", "content": content}]
+    flags = {"add_generation_prompt": False, "continue_final_message": True}
+    text = content if isinstance(content, str) else content[0]["text"]
+    expected = f"<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n{text}"
+    assert prompt_of(server, messages, **flags) == expected
+    ids = server.http.post("/tokenize", json={"messages": messages, **flags}).json()["tokens"]
+    assert server.http.post("/detokenize", json={"tokens": ids}).json()["prompt"] == expected
+
+
+def test_usage_names_cached_tokens_and_a_stream_ends_with_it(server):
+    usage = server.chat(max_tokens=3, seed=1)["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 0}
+    *chunks, last = server.stream(
+        PATH, messages=MESSAGES, max_tokens=3, seed=1, stream_options={"include_usage": True}
+    )
+    assert (last["choices"], last["usage"]) == ([], usage)
+    assert all(chunk["usage"] is None for chunk in chunks)

@@ -22,7 +22,7 @@ def with_client(config, body, **attributes):
         failures = []
         client = EngineClient(config, on_failure=failures.append)
         receiving = asyncio.create_task(client.run())
-        ranks = FakeRanks(client.endpoint, config.world_size)
+        ranks = FakeRanks(client.endpoint, config.world_size, watch_endpoint=client.watch.endpoint)
         for name, value in attributes.items():
             setattr(ranks, name, value)
         ranks.hold.set()
@@ -172,9 +172,10 @@ def test_a_closed_connection_fails_open_requests_at_once(make_config):
 
 def test_a_silent_rank_is_lost(make_config):
     async def body(client, ranks, failures):
+        await until(lambda: 1 in client.watch.pulses)
         ranks.ranks[1].is_silent = True
         await until(lambda: failures)
-        assert "rank 1 (pid 1001) has been silent" in failures[0]
+        assert "rank 1 (pid 1001) hangs: no sign of life in" in failures[0]
 
     with_client(make_config(heartbeat_timeout_s=0.5), body)
 

@@ -195,3 +195,43 @@ def test_one_bad_prompt_starts_none(server):
         assert response.status_code == 400
         assert response.json()["error"]["param"].startswith("prompt[1]")
     assert len(server.ranks.messages(AddRequest)) == before
+
+
+RULES = {
+    "min_tokens": 3,
+    "presence_penalty": 0.5,
+    "frequency_penalty": -1,
+    "repetition_penalty": 1.25,
+    "logit_bias": {"7": -100, "9": 1.5},
+    "bad_words": ["no"],
+    "allowed_token_ids": [9, 10, 11],
+}
+
+
+@pytest.mark.parametrize("send", ["complete", "chat"])
+def test_rules_reach_the_rank_as_they_were_sent(server, send):
+    getattr(server, send)(max_tokens=4, stop_token_ids=[10], **RULES)
+    request = server.ranks.messages(AddRequest)[-1].request
+    if not request.params.bad_words:
+        request = next(
+            m.request for m in reversed(server.ranks.messages(AddRequest)) if m.request.params.bad_words
+        )
+    params = request.params
+    assert params.logit_bias == {7: -100.0, 9: 1.5}
+    assert (params.bad_words, params.allowed_token_ids) == (("no",), (9, 10, 11))
+    for name in ("min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+        assert getattr(params, name) == RULES[name]
+    assert request.bad_token_ids == (tuple(byte_ids("no")), tuple(byte_ids(" no")))
+    assert request.ending_ids == (10, EOS_ID)
+
+
+def test_a_stop_string_within_min_tokens_is_passed_over(server):
+    fields = {"prompt": "Hello", "seed": 3, "max_tokens": 120, "stop": ["quick"]}
+    (soon,) = server.complete(**fields)["choices"]
+    assert (soon["text"].count("the quick"), soon["text"].endswith("the ")) == (0, True)
+    answer = server.complete(**fields, min_tokens=60)
+    (late,) = answer["choices"]
+    assert (late["finish_reason"], late["stop_reason"], late["text"].count("quick")) == ("stop", "quick", 1)
+    assert answer["usage"]["completion_tokens"] > 60
+    text = "".join(chunk["choices"][0]["text"] for chunk in server.stream(PATH, **fields, min_tokens=60))
+    assert text == late["text"]

@@ -8,6 +8,7 @@ import pytest
 
 from moe_runtime.engine.messages import SequenceOutput, TokenLogprobs
 from moe_runtime.engine.request import SamplingParams, make_request
+from moe_runtime.server.admission import Admission
 from moe_runtime.server.context import Context
 from moe_runtime.server.errors import ApiError
 from moe_runtime.server.generation import Generation, merge_deltas
@@ -18,13 +19,20 @@ from tests.moe_runtime.server.fake_rank import EOS_ID, LIMITS, byte_ids
 class StubClient:
     """Keeps what it is asked to do."""
 
-    def __init__(self):
+    def __init__(self, config):
         self.mailbox, self.aborts = None, []
+        self.open, self.admission = set(), Admission(config, {})
 
     def submit(self, request, mailbox, request_idx):
         self.mailbox = mailbox
+        self.open.add(request.request_id)
+
+    def is_open(self, request_id):
+        return request_id in self.open
 
     def abort(self, request_id, choice_idx=None):
+        if choice_idx is None:
+            self.open.discard(request_id)
         self.aborts.append((request_id, choice_idx))
 
 
@@ -33,9 +41,9 @@ def generate(tokenizer, make_config):
     """``generate(params, batches)``: all deltas of one request, given batches of outputs, and the client."""
 
     def run(params, batches, *, config=None):
-        client = StubClient()
-        defaults = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
         config = config or make_config()
+        client = StubClient(config)
+        defaults = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
         context = Context(
             config=config,
             client=client,
@@ -172,3 +180,69 @@ def test_a_sequence_that_is_left_is_an_abort_in_the_metrics(generate):
     text = client.metrics.exposition().decode()
     assert 'request_success_total{finished_reason="abort"} 2.0' in text
     assert "moe_runtime_prompt_tokens_total 2.0" in text
+
+
+def run_with_a_blocked_handler(tokenizer, make_config, act, **config):
+    """``act(client)`` once a handler has taken a first token and stays busy with its reader."""
+
+    async def run():
+        settings = make_config(**config)
+        client = StubClient(settings)
+        defaults = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+        metrics = Metrics(settings, {})
+        context = Context(
+            config=settings, client=client, tokenizer=tokenizer, metrics=metrics, sampling_defaults=defaults
+        )
+        request = make_request("r", byte_ids("Hi"), SamplingParams(seed=1, max_tokens=50), LIMITS)
+        with Generation(context, [request]) as generation:
+            client.mailbox.put(0, outputs(byte_ids("a"))[0])
+            await generation.next_deltas()
+            await act(client)
+            aborted = list(client.aborts)
+            try:
+                await generation.next_deltas()
+            except ApiError as error:
+                return error, aborted, metrics.exposition().decode()
+        return None, aborted, metrics.exposition().decode()
+
+    return asyncio.run(run())
+
+
+async def _until_closed(client):
+    async with asyncio.timeout(20):
+        while client.open:
+            await asyncio.sleep(0.005)
+
+
+def test_a_call_whose_time_is_over_frees_its_blocks_though_its_reader_blocks(tokenizer, make_config):
+    error, aborted, text = run_with_a_blocked_handler(
+        tokenizer, make_config, _until_closed, request_timeout_s=0.05
+    )
+    assert (error.status, error.code) == (504, "request_timeout")
+    assert aborted == [("r", None)]
+    assert 'requests_cut_short_total{reason="request_timeout"} 1.0' in text
+    assert 'request_success_total{finished_reason="abort"} 1.0' in text
+
+
+def test_a_call_that_has_been_generated_is_not_too_late(tokenizer, make_config):
+    async def finish(client):
+        client.mailbox.put(0, outputs(byte_ids("b"), finish_reason="length")[0])
+        client.open.clear()
+        await asyncio.sleep(0.1)
+
+    error, aborted, text = run_with_a_blocked_handler(tokenizer, make_config, finish, request_timeout_s=0.05)
+    assert (error, aborted) == (None, [])
+    assert 'requests_cut_short_total{reason="request_timeout"} 0.0' in text
+
+
+def test_more_than_may_wait_for_a_reader_ends_the_call(tokenizer, make_config):
+    async def flood(client):
+        for _ in range(9):
+            client.mailbox.put(0, outputs(byte_ids("b"))[0])
+
+    error, aborted, text = run_with_a_blocked_handler(tokenizer, make_config, flood, max_unread_bytes=1000)
+    assert (error.status, error.code) == (408, "slow_reader")
+    assert aborted == [("r", None)]
+    assert 'requests_cut_short_total{reason="slow_reader"} 1.0' in text
+    error, aborted, _ = run_with_a_blocked_handler(tokenizer, make_config, flood, max_unread_bytes=2000)
+    assert (error, aborted) == (None, []), "the control, within the bound"

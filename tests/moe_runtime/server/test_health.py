@@ -19,3 +19,16 @@ def test_probes_tell_alive_from_ready(start_server):
     server.ranks.start()
     wait_until(lambda: server.http.get("/health/ready").status_code == 200)
     assert server.http.get("/health").json() == {"status": "ready"}
+
+
+def test_a_quiet_rank_turns_traffic_away_and_its_requests_go_on(start_server):
+    server = start_server(heartbeat_timeout_s=8.0)
+    wait_until(lambda: server.http.get("/server_info").json()["ranks"][1]["phase"] is not None)
+    server.ranks.ranks[1].is_silent = True
+    wait_until(lambda: server.http.get("/health/ready").status_code == 503)
+    error = server.http.get("/health").json()["error"]
+    assert "rank 1 (pid 1001) has shown no sign of life in" in error["message"]
+    assert server.complete(max_tokens=3)["usage"]["completion_tokens"] == 3
+    assert server.http.get("/health/live").status_code == 200
+    server.ranks.ranks[1].is_silent = False
+    wait_until(lambda: server.http.get("/health/ready").status_code == 200)

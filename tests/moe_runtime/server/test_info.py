@@ -29,13 +29,20 @@ def test_server_info(start_server, tmp_path):
     assert (info["phase"], info["world_size"], info["invariance"]) == ("serving", 2, "topology")
     assert info["system_fingerprint"] == "fp-1"
     assert info["dispatcher"] == "symmetric"
-    assert info["limits"] == {"vocab_size": 259, "max_model_len": 4096, "max_kv_tokens": 8192}
+    assert info["limits"] == {
+        "vocab_size": 259,
+        "max_model_len": 4096,
+        "max_kv_tokens": 8192,
+        "eos_token_ids": [258],
+    }
     assert info["sampling_defaults"]["temperature"] == 0.5
     assert [(rank["rank"], rank["pid"], rank["info"]) for rank in info["ranks"]] == [
         (0, 1000, {"device": "fake", "dispatcher": "symmetric"}),
         (1, 1001, {"device": "fake", "dispatcher": "symmetric"}),
     ]
     assert info["ranks"][0]["stats"]["num_kv_blocks"] in (0, 128)
+    assert [(rank["phase"], rank["device"]) for rank in info["ranks"]] == [("idle", "fake")] * 2
+    assert info["ranks"][0]["num_running"] == info["ranks"][0]["kv_blocks_used"] == 0
     # The checkpoint's sampling defaults reach the engine.
     server.complete(max_tokens=1)
     (added,) = [m for rank in server.ranks.ranks for m in rank.received if hasattr(m, "request")]

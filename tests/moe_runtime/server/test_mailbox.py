@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from moe_runtime.engine.messages import SequenceOutput, TokenLogprobs
-from moe_runtime.server.errors import unavailable
-from moe_runtime.server.mailbox import Mailbox
+from moe_runtime.server.errors import ApiError, unavailable
+from moe_runtime.server.mailbox import TOKEN_BYTES, TOP_LOGPROB_BYTES, Mailbox
 
 
 def test_waiting_outputs_of_a_choice_merge_and_keep_their_order():
@@ -63,5 +63,44 @@ def test_a_failed_call_raises_for_ever():
         with pytest.raises(type(error)) as raised:
             await mailbox.take()
         assert raised.value is error
+
+    asyncio.run(run())
+
+
+def test_what_may_wait_for_a_reader_is_bounded_and_only_while_it_is_away():
+    async def run(max_unread_bytes):
+        overflows = []
+        mailbox = Mailbox(max_unread_bytes, lambda: (overflows.append(1), mailbox.fail(error)))
+        error = unavailable("slow", code="slow_reader")
+        entry = TokenLogprobs(-1.0, tuple(range(20)), (-1.0,) * 20)
+        output = SequenceOutput("r", 0, (5,), (entry,))
+        for _ in range(10):  # nobody has taken anything yet: not the reader's fault
+            mailbox.put(0, output)
+        assert len((await mailbox.take())[0].token_ids) == 10
+        for _ in range(3):
+            mailbox.put(0, output)
+        return overflows, await mailbox.take()
+
+    num_bytes = TOKEN_BYTES + 20 * TOP_LOGPROB_BYTES
+    overflows, [update] = asyncio.run(run(3 * num_bytes))
+    assert (overflows, update.token_ids) == ([], [5, 5, 5])
+    with pytest.raises(ApiError, match="slow"):
+        asyncio.run(run(3 * num_bytes - 1))
+
+
+def test_nothing_waits_for_a_call_that_has_failed():
+    mailbox = Mailbox()
+    mailbox.put(0, SequenceOutput("r", 0, (1,)))
+    mailbox.fail(unavailable("gone", code="engine_dead"))
+    mailbox.put(0, SequenceOutput("r", 0, (1,)))
+    assert not mailbox._updates
+
+
+def test_taking_starts_the_count_anew():
+    async def run():
+        mailbox = Mailbox(2 * TOKEN_BYTES, lambda: pytest.fail("within the bound"))
+        for _ in range(5):
+            mailbox.put(0, SequenceOutput("r", 0, (1, 2)))
+            await mailbox.take()
 
     asyncio.run(run())

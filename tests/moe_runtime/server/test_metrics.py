@@ -106,16 +106,19 @@ def test_state_is_that_of_the_latest_reports(make_config):
         num_free_kv_blocks=6,
         num_preemptions=4,
         num_steps=9,
+        num_computed_tokens=77,
         last_step_ms=5.0,
     )
     samples = shown(metrics)
     assert {key[0]: value for key, value in samples.items() if key[1:] == ("0",)} == {
+        "num_requests_open": 0,
         "num_requests_running": 3,
         "num_requests_waiting": 2,
         "kv_cache_usage_perc": 0.25,
         "num_preemptions_total": 4,
         "steps_total": 9,
         "last_step_seconds": 0.005,
+        "computed_tokens_total": 77,
     }
 
 
@@ -128,10 +131,12 @@ def test_ranks_that_follow_another_have_no_series_of_a_scheduler(make_config):
             series.setdefault(name, []).append(labels[0])
     assert series.pop("steps_total") == series.pop("last_step_seconds") == ["0", "1", "2", "3"]
     assert set(series) == {
+        "num_requests_open",
         "num_requests_running",
         "num_requests_waiting",
         "kv_cache_usage_perc",
         "num_preemptions_total",
+        "computed_tokens_total",
     }
     assert all(found == ["0", "2"] for found in series.values())
 

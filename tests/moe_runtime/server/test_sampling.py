@@ -11,7 +11,7 @@ from moe_runtime.errors import InvalidRequestError
 from moe_runtime.server.sampling import caller_names, check_stream_options, sampling_params
 from moe_runtime.server.schemas import CompletionBody
 
-DEFAULTS = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.1}
+DEFAULTS = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.2}
 
 
 def params(**fields):
@@ -20,9 +20,11 @@ def params(**fields):
 
 
 def test_the_checkpoint_fills_what_the_request_leaves_out():
-    expected = SamplingParams(temperature=0.6, top_p=0.9, top_k=20, min_p=0.1, max_tokens=7)
+    expected = SamplingParams(
+        temperature=0.6, top_p=0.9, top_k=20, min_p=0.1, repetition_penalty=1.2, max_tokens=7
+    )
     assert params() == expected
-    assert params(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0) == SamplingParams(
+    assert params(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0) == SamplingParams(
         temperature=0.0, max_tokens=7
     )
 
@@ -41,8 +43,17 @@ def test_every_field_of_the_engine_is_passed_on():
         "forced_token_ids": [1, 2],
         "include_stop_str_in_output": True,
         "skip_special_tokens": False,
+        "return_routed_experts": True,
+        "min_tokens": 3,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.25,
+        "repetition_penalty": 1.5,
+        "logit_bias": {5: -100.0},
+        "bad_words": ["a b"],
+        "allowed_token_ids": [7, 8],
     }
-    result = dataclasses.asdict(params(**given))
+    as_sent = {**given, "logit_bias": {"5": -100}}
+    result = dataclasses.asdict(params(**as_sent))
     for name, value in given.items():
         assert result[name] == (tuple(value) if isinstance(value, list) else value)
     untouched = set(result) - set(given)

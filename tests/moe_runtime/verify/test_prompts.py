@@ -60,6 +60,13 @@ def test_mixed_prompts_are_short_and_long() -> None:
     assert sum(length >= 512 for length in lengths) == 4
 
 
+def test_every_other_pair_of_mixed_prompts_has_rules() -> None:
+    ruled = [case.params.repetition_penalty != 1 for case in SOURCE.mixed_cases()]
+    assert ruled == [False, False, True, True] * 3
+    greedy = [case.params.temperature == 0 for case in SOURCE.mixed_cases()]
+    assert greedy == [True, False] * 6
+
+
 def test_names_are_unique() -> None:
     cases = SOURCE.random_cases(9, both=True) + SOURCE.mixed_cases() + SOURCE.prefix_cases()
     cases += SOURCE.single_cases()

@@ -1,0 +1,63 @@
+"""What a rank is doing, read from the stack of its main thread, which costs that thread nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import FrameType
+
+__all__ = ["RankPhase", "rank_phase"]
+
+
+@dataclass(frozen=True, slots=True)
+class RankPhase:
+    """A phase.
+
+    Attributes:
+        text: In words, with the innermost function of this package.
+        waits: Whether other ranks are waited for, or may be.
+    """
+
+    text: str
+    waits: bool = False
+
+
+# The first that is on the stack counts; (module, function), what it means, whether it waits for other ranks.
+_PHASES: tuple[tuple[str, str, str, bool], ...] = (
+    ("moe_runtime.engine.step", "exchange_step", "waiting for the other ranks' step vectors", True),
+    ("moe_runtime.engine.device_copies", "DeviceEvent.wait", "waiting for the device", True),
+    ("moe_runtime.comm.groups", "RankGroup.exchange", "in an exchange with the other ranks", True),
+    ("moe_runtime.engine.scheduler", "Scheduler.schedule", "scheduling", False),
+    ("moe_runtime.engine.sampler", "score_rows", "sampling", False),
+    ("moe_runtime.layers.attention", "Attention.__call__", "in an attention layer", False),
+    ("moe_runtime.layers.mlp", "MoE.__call__", "in an expert layer", False),
+    ("moe_runtime.layers.spread_experts", "SpreadExperts.run", "launching an expert layer", False),
+    ("moe_runtime.engine.cpu_runner", "CpuRunner.launch", "running the model", False),
+    ("moe_runtime.engine.cpu_runner", "CpuRunner.follow", "running the model", False),
+    ("moe_runtime.engine.cuda_runner", "CudaRunner.launch", "launching", False),
+    ("moe_runtime.engine.cuda_runner", "CudaRunner.follow", "launching", False),
+    ("moe_runtime.engine.engine", "Engine.step", "between scheduling and results", False),
+    ("moe_runtime.engine.follower", "Follower.step", "following", False),
+    ("moe_runtime.launch.rank_service", "RankService._receive", "idle or taking messages", False),
+    ("moe_runtime.launch.rank_service", "RankService.run", "reporting or between steps", False),
+    ("moe_runtime.engine.model_loader", "load_model", "loading the model", False),
+    ("moe_runtime.engine.backend", "start_engine", "starting the engine", False),
+    ("moe_runtime.launch.distributed", "close_ranks", "leaving", True),
+)
+
+
+def rank_phase(frame: FrameType | None) -> RankPhase:
+    """The phase of a thread whose innermost frame this is."""
+    stack: dict[tuple[str, str], None] = {}
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if module.startswith("moe_runtime."):
+            stack[module, frame.f_code.co_qualname] = None
+        frame = frame.f_back
+    if not stack:
+        return RankPhase("outside this package")
+    module, function = next(iter(stack))
+    where = f"[{module.removeprefix('moe_runtime.')} {function}]"
+    for phase_module, phase_function, text, waits in _PHASES:
+        if (phase_module, phase_function) in stack:
+            return RankPhase(f"{text} {where}", waits)
+    return RankPhase(f"busy {where}")

@@ -1,0 +1,16 @@
+"""A server for the tests that do not break it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.servers import RunningServer, running_server
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[RunningServer]:
+    """Two ranks, the built-in model; used from the xdist group ``servers`` alone."""
+    with running_server(2, "--max-num-batched-tokens", "128", "--max-num-seqs", "32") as running:
+        yield running
