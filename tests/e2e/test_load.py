@@ -84,7 +84,7 @@ def test_the_bound_on_the_queue_is_the_flag_s(server: RunningServer) -> None:
         body = {"model": "builtin", "prompt": "x", "max_tokens": 900, "ignore_eos": True}
         calling = asyncio.create_task(client.post("/v1/completions", {**body, "n": 60}))
         await until(lambda: stats(server, "num_waiting") == 56)
-        refused = await client.post("/v1/completions", {**body, "n": 5})
+        refused = await client.post("/v1/completions", {**body, "n": 9})
         assert (refused.status, refused.document["error"]["code"]) == (429, "queue_full")
         assert "max_queued_seqs (60)" in refused.document["error"]["message"]
         assert 1 <= int(refused.headers["retry-after"]) <= 600
