@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from shapes import write_config
 
-from moe_runtime.engine import cuda_runner
+from moe_runtime.engine import device_copies
 from moe_runtime.engine.llm import LLM
 from moe_runtime.engine.request import SamplingParams
 from moe_runtime.launch.distributed import close_ranks, init_ranks
@@ -137,7 +137,7 @@ class _Bench:
     def host_ms(self, num: int) -> float:
         """Milliseconds per step that the host is not waiting for the device: planning, launching, taking results."""
         waited_s = 0.0
-        wait = cuda_runner._Event.wait
+        wait = device_copies.DeviceEvent.wait
 
         def timed_wait(event: Any, *limits: Any) -> None:
             nonlocal waited_s
@@ -145,12 +145,12 @@ class _Bench:
             wait(event, *limits)
             waited_s += time.perf_counter() - start_s
 
-        cuda_runner._Event.wait = timed_wait
+        device_copies.DeviceEvent.wait = timed_wait
         num_steps = self.llm.engine.num_steps
         try:
             total_s = self.run_s(num, 128, 128)
         finally:
-            cuda_runner._Event.wait = wait
+            device_copies.DeviceEvent.wait = wait
         return (total_s - waited_s) / (self.llm.engine.num_steps - num_steps) * 1e3
 
     def prefill(self) -> dict[str, float]:

@@ -121,6 +121,7 @@ def topk(
     slot_table: torch.Tensor | None,
     *,
     sigmoid: SigmoidScores | None = None,
+    routing: torch.Tensor | None = None,
     schedule: TopkSchedule | None = None,
     pdl: bool = False,
 ) -> None:
@@ -138,6 +139,7 @@ def topk(
         slot_table: ``[E, capacity]`` int32 out, slot of expert e for token t or -1, every entry written; capacity is
             at least M. None where only an expert-major order is needed.
         sigmoid: Scores by sigmoid, with bias, groups and scale; softmax where None.
+        routing: ``[M, K]`` int16 out, contiguous: the ids once more, for a record of all layers. None for no record.
         schedule: Default by the number of rows.
         pdl: Dependent launch.
     """
@@ -156,6 +158,7 @@ def topk(
         *(logits, num_tokens, ids, weights),
         ids if slot_table is None else slot_table,
         logits if scores.bias is None else scores.bias,
+        ids if routing is None else routing,
         num_rows,
         capacity,
         E=num_experts,
@@ -169,6 +172,7 @@ def topk(
         GROUPS=scores.num_groups,
         KEPT=scores.num_kept_groups,
         SCALE=scores.scale,
+        RECORD=routing is not None,
         ROWS=schedule.row_tile,
         PDL=pdl,
         **launch_options(num_warps=schedule.num_warps, num_stages=1, pdl=pdl),
@@ -276,10 +280,10 @@ def _topk_metadata(grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, An
 
 @triton.jit(do_not_specialize=["num_rows", "capacity"], launch_metadata=_topk_metadata)
 def _topk(  # type: ignore[no-untyped-def]
-    logits, num_tokens, ids, weights, slot_table, bias, num_rows, capacity,
+    logits, num_tokens, ids, weights, slot_table, bias, routing, num_rows, capacity,
     E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, TABLE: tl.constexpr,
     NORM: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
-    SCALE: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+    SCALE: tl.constexpr, RECORD: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows a program; grid over max(M, capacity) rows."""
     wait_for_previous(PDL)
@@ -326,7 +330,10 @@ def _topk(  # type: ignore[no-untyped-def]
         total = tl.sum((share * 1099511627776.0).to(tl.int64), 1).to(tl.float32) * 9.094947017729282e-13
         total += largest - largest  # NaN where the largest logit is not finite
     kept = (r[:, None] < num_rows) & (k[None, :] < K)
-    tl.store(ids + r[:, None] * K + k[None, :], tl.where(live[:, None], chosen, -1), mask=kept)
+    chosen = tl.where(live[:, None], chosen, -1)
+    tl.store(ids + r[:, None] * K + k[None, :], chosen, mask=kept)
+    if RECORD:
+        tl.store(routing + r[:, None] * K + k[None, :], chosen.to(tl.int16), mask=kept)
     p = p / total[:, None]
     if SCALE != 1.0:
         p = p * SCALE

@@ -108,6 +108,7 @@ def result_line(result: RequestOutput) -> bytes:
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
             "seed": output.seed,
+            "routed_experts": None if output.routing is None else output.routing.document(),
         }
         for output in result.outputs
     ]

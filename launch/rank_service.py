@@ -133,5 +133,7 @@ class RankService:
         if not outputs and now_s - self._last_report_s < HEARTBEAT_S / 2:
             return
         self._last_report_s = now_s
-        report = RankReport(self.rank, self._epoch, tuple(outputs), self.engine.stats())
+        report = RankReport(
+            self.rank, self._epoch, tuple(outputs), self.engine.stats(), self.engine.take_expert_load()
+        )
         self._socket.send(encode(report))

@@ -20,8 +20,15 @@ def random_prompts(seed: int, lengths: Sequence[int]) -> list[list[int]]:
 
 
 def mixed_params(num_requests: int, num_output: int) -> list[SamplingParams]:
-    """Greedy and seeded by turns, all with logprobs of prompt and output."""
-    greedy = SamplingParams(temperature=0, max_tokens=num_output, logprobs=3, prompt_logprobs=2, seed=0)
+    """Greedy and seeded by turns, all with logprobs and experts of prompt and output."""
+    greedy = SamplingParams(
+        temperature=0,
+        max_tokens=num_output,
+        logprobs=3,
+        prompt_logprobs=2,
+        seed=0,
+        return_routed_experts=True,
+    )
     return [
         greedy if i % 2 else replace(greedy, temperature=1.0, top_p=0.95, top_k=50, seed=1000 + i)
         for i in range(num_requests)
@@ -30,5 +37,5 @@ def mixed_params(num_requests: int, num_output: int) -> list[SamplingParams]:
 
 def bits(output: RequestOutput) -> tuple[Any, ...]:
     """All that is promised, exactly: Python floats hold the fp32 values."""
-    choices = [(c.token_ids, c.logprobs, c.finish_reason, c.seed) for c in output.outputs]
+    choices = [(c.token_ids, c.logprobs, c.routing, c.finish_reason, c.seed) for c in output.outputs]
     return output.prompt_ids, output.prompt_logprobs, choices

@@ -13,7 +13,15 @@ from moe_runtime.engine.step_plan import StepPlan
 from moe_runtime.kernels.attention import BLOCK_SIZE, make_attention_plan
 from moe_runtime.layers.decoder import ForwardInput
 
-__all__ = ["LogitsRow", "StepBatch", "forward_input", "make_batch", "plan_step", "wanted_rows"]
+__all__ = [
+    "LogitsRow",
+    "StepBatch",
+    "forward_input",
+    "make_batch",
+    "plan_step",
+    "routed_token_idx",
+    "wanted_rows",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +78,7 @@ def plan_step(chunks: SequenceOf[ScheduledChunk], rows: SequenceOf[LogitsRow]) -
         start_positions=[chunk.sequence.num_computed_tokens for chunk in chunks],
         block_tables=[chunk.sequence.block_ids for chunk in chunks],
         row_token_idx=[row.token_idx for row in rows],
+        wants_routing=any(chunk.sequence.params.return_routed_experts for chunk in chunks),
     )
 
 
@@ -101,6 +110,17 @@ def wanted_rows(chunks: SequenceOf[ScheduledChunk]) -> list[LogitsRow]:
         rows.extend(_wanted_rows(chunk, first_token_idx))
         first_token_idx += chunk.num_tokens
     return rows
+
+
+def routed_token_idx(chunks: SequenceOf[ScheduledChunk]) -> list[int]:
+    """Tokens of a step whose experts are wanted, in order."""
+    wanted: list[int] = []
+    first_token_idx = 0
+    for chunk in chunks:
+        if chunk.sequence.params.return_routed_experts:
+            wanted.extend(range(first_token_idx, first_token_idx + chunk.num_tokens))
+        first_token_idx += chunk.num_tokens
+    return wanted
 
 
 def _wanted_rows(chunk: ScheduledChunk, first_token_idx: int) -> list[LogitsRow]:

@@ -7,23 +7,26 @@ from each sequence's slot (kernels/tokens_triton.py). Results come back by async
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from moe_runtime.comm.gpu_exchange import StepShape
-from moe_runtime.engine.batch import LogitsRow, plan_step, wanted_rows
+from moe_runtime.engine.batch import LogitsRow, plan_step, routed_token_idx, wanted_rows
+from moe_runtime.engine.device_copies import DeviceEvent, InputRing, to_host
+from moe_runtime.engine.expert_load import DeviceExpertLoad
 from moe_runtime.engine.graphs import DECODE_BUCKETS, DecodeGraphs, decode_bucket
 from moe_runtime.engine.messages import TokenLogprobs
+from moe_runtime.engine.routed_experts import RoutedExperts
+from moe_runtime.engine.routing_rows import compact_routing, gather_routing
 from moe_runtime.engine.runner import LaunchedStep, Runner
 from moe_runtime.engine.sampler import ScoredRow, num_logprobs, row_sampling
 from moe_runtime.engine.scheduler import ScheduledChunk
 from moe_runtime.engine.sequence import UNKNOWN_TOKEN, Sequence
 from moe_runtime.engine.step_plan import StepPlan
-from moe_runtime.errors import PeerError
 from moe_runtime.kernels.attention import BLOCK_SIZE
 from moe_runtime.kernels.attention_tiles import make_row_tiles
 from moe_runtime.kernels.attention_tree_triton import TREE
@@ -35,16 +38,9 @@ from moe_runtime.layers.cuda_decoder import MAX_DECODE_ROWS, CudaDecoder, MixedI
 
 __all__ = ["CudaRunner"]
 
-NUM_INPUT_SETS = 3
 LOGITS_ROWS = 256
 
 MANY_ROWS_FROM = 4
-
-SPIN_S = 0.02
-"""Of a wait for a step, after which the host sleeps between looks."""
-SLEEP_S = 0.0005
-CHECK_S = 0.5
-"""Between looks at the other ranks."""
 
 
 class CudaRunner(Runner):
@@ -88,7 +84,7 @@ class CudaRunner(Runner):
         self.largest_decode = min(MAX_DECODE_ROWS, max(max_num_seqs, 1))
         self._slots = _SequenceSlots(2 * max_num_seqs)
         self.last_token = torch.zeros(2 * max_num_seqs, dtype=torch.int32, device=self.device)
-        self._inputs = _InputRing(
+        self._inputs = InputRing(
             MAX_DECODE_ROWS * (3 + self.max_blocks) + 1, self.device, check_peers, timeout_s
         )
         self._decode_inputs = torch.zeros(
@@ -97,6 +93,7 @@ class CudaRunner(Runner):
         self._token_ids = torch.zeros(MAX_DECODE_ROWS, dtype=torch.int32, device=self.device)
         self.logits = torch.zeros(LOGITS_ROWS, config.vocab_size, dtype=torch.float32, device=self.device)
         self.chosen = torch.zeros(LOGITS_ROWS, dtype=torch.int32, device=self.device)
+        self.expert_load = DeviceExpertLoad(decoder.expert_counts)
         self.graphs = DecodeGraphs(self._launch_decode) if use_graphs and self.device.type == "cuda" else None
 
     def capture_graphs(self, on_progress: Callable[[int, int], None] | None = None) -> None:
@@ -128,11 +125,13 @@ class CudaRunner(Runner):
                 for chunk in chunks
             ]
             hidden = self._mixed(plan, slots, StepShape.of_tokens(tokens_per_rank))
-            return self._score_hidden(rows, hidden)
+            routing = self._routing(plan, routed_token_idx(chunks))
+            return replace(self._score_hidden(rows, hidden), routing=routing)
         self._decode(plan, [self._slots.slot(chunk.sequence) for chunk in chunks], bucket)
+        routing = self._routing(plan, routed_token_idx(chunks))
         if not rows:
             return LaunchedStep(rows, self._nothing_to_collect())
-        return self._score(rows, self.logits[: len(rows)], greedy_done=True)
+        return replace(self._score(rows, self.logits[: len(rows)], greedy_done=True), routing=routing)
 
     @torch.inference_mode()
     def follow(self, plan: StepPlan, tokens_per_rank: SequenceOf[int], *, is_decode: bool) -> None:
@@ -141,8 +140,10 @@ class CudaRunner(Runner):
         no_slots = [-1] * len(plan.query_lens)
         if bucket is not None:
             self._decode(plan, no_slots, bucket)
+            self._routing(plan, [])
             return
         hidden = self._mixed(plan, no_slots, StepShape.of_tokens(tokens_per_rank))
+        self._routing(plan, [])
         for first in range(0, len(plan.row_token_idx), LOGITS_ROWS):
             index = self._upload(list(plan.row_token_idx[first : first + LOGITS_ROWS]))
             self.decoder.logits(hidden[index])
@@ -182,9 +183,25 @@ class CudaRunner(Runner):
         else:
             self._launch_decode(bucket, variant, rehearse=False)
 
+    def _routing(self, plan: StepPlan, wanted: list[int]) -> Callable[[], RoutedExperts] | None:
+        """Start the copy of some tokens' experts to the host, of the step just launched; None where there are none.
+
+        A collective of the group where the plan wants routing. Comes before what records the step's event.
+        """
+        self.expert_load.step_launched()
+        if not plan.wants_routing:
+            return None
+        tp, num_tokens = self.decoder.tensor_parallel, len(plan.token_ids)
+        num_home = len(range(tp.rank, num_tokens, tp.size))
+        rows = gather_routing(self.decoder.buffers.routing[:, :num_home], num_tokens, tp)
+        if not wanted:
+            return None
+        host = to_host(rows[self._upload(wanted)])
+        return lambda: compact_routing(host, self.decoder.config.num_experts)
+
     def _nothing_to_collect(self) -> Callable[[], list[ScoredRow]]:
         """Of a step without rows: waiting for it bounds how far the host runs ahead."""
-        done = _Event(self.device)
+        done = DeviceEvent(self.device)
 
         def collect() -> list[ScoredRow]:
             done.wait(*self._wait_limits)
@@ -326,15 +343,15 @@ class CudaRunner(Runner):
         if not (greedy_done and is_greedy and len(free) == num_rows):
             chosen = self._choose(rows, logits, given, is_greedy)
         num_top = [num_logprobs(row) for row in rows]
-        host_chosen = _to_host(chosen)
+        host_chosen = to_host(chosen)
         host_logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         if any(num is not None for num in num_top):
             stats = log_softmax_stats(logits)
             own = token_logprobs(logits, stats, chosen)
             most = max(num or 0 for num in num_top)
             top_ids, top_values = top_logprobs(logits, stats, most)
-            host_logprobs = (_to_host(own), _to_host(top_ids), _to_host(top_values))
-        done = _Event(self.device)
+            host_logprobs = (to_host(own), to_host(top_ids), to_host(top_values))
+        done = DeviceEvent(self.device)
 
         def collect() -> list[ScoredRow]:
             done.wait(*self._wait_limits)
@@ -411,72 +428,6 @@ class _SequenceSlots:
         return found[1]
 
 
-class _InputRing:
-    """Pinned host buffers, taken in turn, so that a copy under way is never written over."""
-
-    def __init__(
-        self, size: int, device: torch.device, check: Callable[[], None] | None, timeout_s: float | None
-    ) -> None:
-        self._device = device
-        self._wait_limits = (check, timeout_s)  # a copy waits for the steps before it
-        self._buffers = [self._make(size) for _ in range(NUM_INPUT_SETS)]
-        self._copied: list[_Event | None] = [None] * NUM_INPUT_SETS
-        self._turn = 0
-
-    def next(self, size: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-        """A buffer of at least ``size`` int32 that no copy reads any more."""
-        self._turn = (self._turn + 1) % NUM_INPUT_SETS
-        copied = self._copied[self._turn]
-        if copied is not None:
-            copied.wait(*self._wait_limits)
-        if self._buffers[self._turn].shape[0] < size:
-            self._buffers[self._turn] = self._make(2 * size)
-        result: np.ndarray[tuple[int], np.dtype[np.int32]] = self._buffers[self._turn][:size].numpy()
-        return result
-
-    def upload(self, size: int, target: torch.Tensor) -> None:
-        """Copy the buffer of this turn to the device, without waiting."""
-        target[:size].copy_(self._buffers[self._turn][:size], non_blocking=True)
-        self._copied[self._turn] = _Event(self._device)
-
-    def _make(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.int32, pin_memory=self._device.type == "cuda")
-
-
-class _Event:
-    """A point in the device's work; at once on a device that does not run ahead."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._event = None
-        if device.type == "cuda":
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
-
-    def wait(self, check: Callable[[], None] | None = None, timeout_s: float | None = None) -> None:
-        """Wait; a check is made now and then, and ends the wait by raising.
-
-        Raises:
-            PeerError: the device has not come here in ``timeout_s``.
-        """
-        if self._event is None:
-            return
-        if check is None and timeout_s is None:
-            self._event.synchronize()
-            return
-        start_s = check_s = time.monotonic()
-        while not self._event.query():  # type: ignore[no-untyped-call]
-            now_s = time.monotonic()
-            if check is not None and now_s - check_s >= CHECK_S:
-                check()
-                check_s = now_s
-            if timeout_s is not None and now_s - start_s >= timeout_s:
-                raise PeerError(
-                    f"the GPU's step has not ended in {timeout_s:g} s: another rank has gone or is late"
-                )
-            if now_s - start_s >= SPIN_S:
-                time.sleep(SLEEP_S)
-
-
 def _given_token(row: LogitsRow) -> int | None:
     """The token that a row scores or is forced to choose; None where it is free."""
     sequence = row.sequence
@@ -484,12 +435,3 @@ def _given_token(row: LogitsRow) -> int | None:
         return sequence.token_ids[row.prompt_position]
     forced = sequence.params.forced_token_ids
     return None if forced is None else forced[sequence.num_output_tokens]
-
-
-def _to_host(x: torch.Tensor) -> torch.Tensor:
-    """Start a copy to pinned memory."""
-    if x.device.type != "cuda":
-        return x.clone()
-    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-    host.copy_(x, non_blocking=True)
-    return host

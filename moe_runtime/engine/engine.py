@@ -61,6 +61,7 @@ class Engine:
         self.num_steps = 0
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
+        self.num_computed_tokens = 0
         self.last_step_ms = 0.0
         self._under_way: _StepUnderWay | None = None
 
@@ -115,6 +116,7 @@ class Engine:
         if not self.runner.overlaps:
             outputs += self._collect()
         self.num_steps += 1
+        self.num_computed_tokens += vector.num_tokens
         self.last_step_ms = (time.perf_counter() - start) * 1e3
         return view, outputs
 
@@ -130,8 +132,13 @@ class Engine:
             num_steps=self.num_steps,
             num_prompt_tokens=self.num_prompt_tokens,
             num_generation_tokens=self.num_generation_tokens,
+            num_computed_tokens=self.num_computed_tokens,
             last_step_ms=self.last_step_ms,
         )
+
+    def take_expert_load(self) -> bytes | None:
+        """See ``RankReport.expert_load``."""
+        return self.runner.expert_load.take()
 
     def _plan_for_followers(self, chunks: list[ScheduledChunk]) -> torch.Tensor | None:
         """``[num_items]`` int64; None where nobody follows, or there is nothing to run."""
@@ -167,6 +174,12 @@ class Engine:
                 if not row.sequence.prompt_logprobs:
                     row.sequence.prompt_logprobs.append(None)
                 row.sequence.prompt_logprobs.append(result.logprobs)
+        if step.launched.routing is not None:
+            routed = step.launched.routing()
+            for chunk in step.chunks:
+                if chunk.sequence.params.return_routed_experts:
+                    chunk.sequence.add_routing(chunk.first_position, routed.first(chunk.num_tokens))
+                    routed = routed.after(chunk.num_tokens)
         return [
             self._advance(chunk, chosen.get(id(chunk.sequence)))
             for chunk in step.chunks
@@ -188,6 +201,7 @@ class Engine:
                 sequence.choice_idx,
                 prompt_logprobs=prompt_logprobs,
                 finish_reason="length",
+                routed_experts=sequence.take_routing(),
             )
         sequence.token_ids[chunk.output_position] = result.token_id
         self.num_generation_tokens += 1
@@ -203,6 +217,7 @@ class Engine:
             prompt_logprobs=prompt_logprobs,
             finish_reason=finish_reason,
             stop_reason=stop_reason,
+            routed_experts=sequence.take_routing(),
         )
 
     def _finish_reason(
@@ -225,11 +240,15 @@ class _ChunkUnderWay:
 
     Attributes:
         sequence: Whose chunk.
+        first_position: Of its first token.
+        num_tokens: Its tokens.
         reached_end: Whether the sequence's last token was in it.
         output_position: Where the token it chooses stands in the sequence.
     """
 
     sequence: Sequence
+    first_position: int
+    num_tokens: int
     reached_end: bool
     output_position: int
 
@@ -237,7 +256,8 @@ class _ChunkUnderWay:
     def start(cls, chunk: ScheduledChunk) -> _ChunkUnderWay:
         """Move the sequence to its state after the step, but for the token's value."""
         sequence = chunk.sequence
-        under_way = cls(sequence, chunk.reaches_end, sequence.num_tokens)
+        start = sequence.num_computed_tokens
+        under_way = cls(sequence, start, chunk.num_tokens, chunk.reaches_end, sequence.num_tokens)
         sequence.num_computed_tokens += chunk.num_tokens
         if under_way.reached_end and sequence.max_tokens > 0:
             forced = sequence.params.forced_token_ids

@@ -34,6 +34,7 @@ class Follower:
         self.group = group
         self.tensor_parallel = tensor_parallel
         self.num_steps = 0
+        self.num_computed_tokens = 0
         self.last_step_ms = 0.0
 
     def add_request(self, request: Request) -> None:
@@ -69,9 +70,18 @@ class Follower:
             plan = StepPlan.unpack(self.tensor_parallel.broadcast(None, num_items))
         self.runner.follow(plan, view.tokens_per_rank, is_decode=view.is_decode)
         self.num_steps += 1
+        self.num_computed_tokens += len(plan.token_ids)
         self.last_step_ms = (time.perf_counter() - start) * 1e3
         return view, []
 
     def stats(self) -> RankStats:
         """Counters for reports; requests, tokens and blocks are counted on the group's first rank alone."""
-        return RankStats(num_steps=self.num_steps, last_step_ms=self.last_step_ms)
+        return RankStats(
+            num_steps=self.num_steps,
+            num_computed_tokens=self.num_computed_tokens,
+            last_step_ms=self.last_step_ms,
+        )
+
+    def take_expert_load(self) -> bytes | None:
+        """See ``RankReport.expert_load``; this rank's share of the group's tokens is at home here."""
+        return self.runner.expert_load.take()

@@ -92,6 +92,8 @@ def gpu_num_blocks(
     from moe_runtime.kernels.attention_triton import decode_workspace_bytes
     from moe_runtime.layers.cuda_decoder import max_split_rows
 
+    buffer_bytes += config.max_num_batched_tokens * len(model.moe_layer_ids) * model.num_experts_per_tok * 2
+
     pair_items = model.moe_intermediate_size + model.hidden_size
     rows = config.max_num_batched_tokens
     if transport == "loopback":

@@ -14,6 +14,8 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, fields, replace
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from moe_runtime.comm.groups import RankGroup
@@ -27,6 +29,7 @@ from moe_runtime.engine.generation_config import sampling_defaults
 from moe_runtime.engine.messages import SequenceOutput, TokenLogprobs
 from moe_runtime.engine.model_loader import LoadedModel, load_model, plan_model
 from moe_runtime.engine.request import Request, SamplingParams, choice_seed, make_request, reported_seed
+from moe_runtime.engine.routed_experts import RoutedExperts, join_routed_experts, num_routed_tokens
 from moe_runtime.engine.text import TextStream
 from moe_runtime.engine.tokenizer import Tokenizer
 from moe_runtime.errors import CapacityError, CheckpointError
@@ -48,6 +51,8 @@ class CompletionOutput:
         stop_reason: Stop string or stop token id that ended it, None for an end-of-sequence id.
         seed: Seed in force (signed 64-bit, as requests take it), which repeats this choice as choice 0 of a new
             request.
+        routing: Where asked for, the logical experts of each token that has run, as bytes; ``routed_experts`` as an
+            array.
     """
 
     text: str
@@ -56,6 +61,15 @@ class CompletionOutput:
     finish_reason: str
     stop_reason: str | int | None
     seed: int
+    routing: RoutedExperts | None = None
+
+    @property
+    def routed_experts(self) -> npt.NDArray[np.uint8] | npt.NDArray[np.uint16] | None:
+        """``[tokens, layers with experts, slots]``: all tokens of prompt and output but the last output token."""
+        if self.routing is None:
+            return None
+        dtype: np.dtype[np.uint8] | np.dtype[np.uint16] = np.dtype(self.routing.dtype).newbyteorder("<")
+        return np.frombuffer(self.routing.data, dtype=dtype).reshape(self.routing.shape)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -352,11 +366,13 @@ class _Choice:
 
     def __init__(self, request: Request, choice_idx: int, tokenizer: Tokenizer | None) -> None:
         self.params = request.params
+        self.num_prompt_tokens = len(request.prompt_ids)
         self.seed = reported_seed(request, choice_idx)
         self.stream = TextStream(tokenizer, request.prompt_ids, request.params) if tokenizer else None
         self.text: list[str] = []
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
+        self.routing: list[RoutedExperts] = []
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
 
@@ -372,6 +388,8 @@ class _Choice:
                 self.finish_reason, self.stop_reason = "stop", delta.stop
         self.token_ids.extend(output.token_ids[:num_tokens])
         self.logprobs.extend((output.logprobs or ())[:num_tokens])
+        if output.routed_experts is not None:
+            self.routing.append(output.routed_experts)
         if self.finish_reason is not None:
             return output.finish_reason is None
         self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
@@ -384,6 +402,10 @@ class _Choice:
             if last.stop is not None:
                 self.finish_reason, self.stop_reason = "stop", last.stop
         assert self.finish_reason is not None, "a choice has not finished"
+        routing = None
+        if self.params.return_routed_experts:
+            num_routed = num_routed_tokens(self.num_prompt_tokens, len(self.token_ids))
+            routing = join_routed_experts(self.routing).first(num_routed)
         return CompletionOutput(
             text="".join(self.text),
             token_ids=tuple(self.token_ids),
@@ -391,4 +413,5 @@ class _Choice:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             seed=self.seed,
+            routing=routing,
         )

@@ -12,6 +12,7 @@ from typing import Annotated
 import msgspec
 
 from moe_runtime.engine.request import Request
+from moe_runtime.engine.routed_experts import RoutedExperts
 
 __all__ = [
     "AbortRequest",
@@ -57,6 +58,8 @@ class SequenceOutput(msgspec.Struct, frozen=True):
             first of them; None where not asked for.
         finish_reason: ``stop``, ``length`` or ``abort`` with the last output of the choice, else None.
         stop_reason: The stop token id that ended it, where one did (None for an end-of-sequence id).
+        routed_experts: Where asked for, of the tokens that have run since the output before: of the whole prompt with
+            the first output, then of the token before each new one.
     """
 
     request_id: str
@@ -66,6 +69,7 @@ class SequenceOutput(msgspec.Struct, frozen=True):
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     finish_reason: str | None = None
     stop_reason: int | None = None
+    routed_experts: RoutedExperts | None = None
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add"):
@@ -100,7 +104,10 @@ class Drain(msgspec.Struct, frozen=True, tag="drain"):
 
 
 class RankStats(msgspec.Struct, frozen=True):
-    """State of one rank after a step."""
+    """State of one rank after a step.
+
+    ``num_computed_tokens`` are the rows that ran, those that a preemption made run again included.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
@@ -110,6 +117,7 @@ class RankStats(msgspec.Struct, frozen=True):
     num_steps: int = 0
     num_prompt_tokens: int = 0
     num_generation_tokens: int = 0
+    num_computed_tokens: int = 0
     last_step_ms: float = 0.0
 
 
@@ -122,12 +130,17 @@ class RankReady(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class RankReport(msgspec.Struct, frozen=True, tag="report"):
-    """Outputs and state of one rank; also its heartbeat, sent at least once a second while idle."""
+    """Outputs and state of one rank; also its heartbeat, sent at least once a second while idle.
+
+    ``expert_load`` comes now and then (engine/expert_load.py): pairs counted on this rank since its start, by layer and
+    logical expert, as little-endian int64 ``[num_moe_layers, num_experts]``; None where there is nothing new.
+    """
 
     rank: int
     epoch: int
     outputs: tuple[SequenceOutput, ...]
     stats: RankStats
+    expert_load: bytes | None = None
 
 
 RankMessage = AddRequest | AbortRequest | Wake | Drain

@@ -64,6 +64,7 @@ class SamplingParams:
         forced_token_ids: Teacher forcing: these ids are the output, whatever the model prefers, and their
             logprobs are returned. Ends after the last one.
         skip_special_tokens: Leave special tokens out of the text.
+        return_routed_experts: Return the logical experts of each token (engine/routed_experts.py).
     """
 
     temperature: float = 1.0
@@ -81,6 +82,7 @@ class SamplingParams:
     forced_token_ids: tuple[int, ...] | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    return_routed_experts: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +156,12 @@ def validate_sampling(params: SamplingParams, limits: RequestLimits) -> None:
         value = getattr(params, name)
         if value is not None:
             _integer(name, value, 0, min(MAX_LOGPROBS, limits.vocab_size))
-    for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+    for name in (
+        "ignore_eos",
+        "include_stop_str_in_output",
+        "skip_special_tokens",
+        "return_routed_experts",
+    ):
         if not isinstance(getattr(params, name), bool):
             raise _invalid(name, getattr(params, name), "must be true or false")
     _stop_strings(params.stop)
@@ -284,4 +291,4 @@ def _stop_strings(stop: Sequence[str]) -> None:
             raise _invalid("stop", text, f"must be strings of 1 to {MAX_STOP_STRING_CHARS} characters")
 
 
-assert len(fields(SamplingParams)) == 15, "a new field of SamplingParams needs its rule in validate_sampling"
+assert len(fields(SamplingParams)) == 16, "a new field of SamplingParams needs its rule in validate_sampling"

@@ -8,6 +8,8 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from moe_runtime.engine.batch import LogitsRow
+from moe_runtime.engine.expert_load import ExpertLoad
+from moe_runtime.engine.routed_experts import RoutedExperts
 from moe_runtime.engine.sampler import ScoredRow
 from moe_runtime.engine.scheduler import ScheduledChunk
 from moe_runtime.engine.step_plan import StepPlan
@@ -22,10 +24,13 @@ class LaunchedStep:
     Attributes:
         rows: Tokens whose logits were wanted.
         collect: Waits for the device and gives one result per row; called once.
+        routing: The experts of the tokens that want them (``routed_token_idx``), in order; called after ``collect``.
+            None where no token does.
     """
 
     rows: SequenceOf[LogitsRow]
     collect: Callable[[], list[ScoredRow]]
+    routing: Callable[[], RoutedExperts] | None = None
 
 
 class Runner(ABC):
@@ -34,9 +39,11 @@ class Runner(ABC):
     Attributes:
         overlaps: Whether ``launch`` returns before the device is done and can take a step that continues sequences
             whose last token the step before is still choosing (``UNKNOWN_TOKEN``).
+        expert_load: Pairs counted so far, of tokens whose home is this rank.
     """
 
     overlaps: bool = False
+    expert_load: ExpertLoad
 
     @abstractmethod
     def launch(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from moe_runtime.engine.messages import TokenLogprobs
 from moe_runtime.engine.request import Request, choice_seed
+from moe_runtime.engine.routed_experts import RoutedExperts, join_routed_experts
 
 __all__ = ["UNKNOWN_TOKEN", "Sequence"]
 
@@ -23,6 +24,7 @@ class Sequence:
         num_computed_tokens: Tokens whose keys and values are in the cache.
         block_ids: KV blocks, in order of position.
         prompt_logprobs: One entry per prompt token already scored; survives preemption.
+        num_routed_tokens: Tokens whose experts are known, where they are asked for; survives preemption.
         is_finished: Ended or aborted; results of a step still under way are dropped.
     """
 
@@ -40,6 +42,8 @@ class Sequence:
         self.num_computed_tokens = 0
         self.block_ids: list[int] = []
         self.prompt_logprobs: list[TokenLogprobs | None] = []
+        self.num_routed_tokens = 0
+        self._new_routing: list[RoutedExperts] = []
         self.is_finished = False
 
     @property
@@ -68,3 +72,16 @@ class Sequence:
     def wants_prompt_logprobs(self) -> bool:
         """The prompt is scored with choice 0 alone: all choices share it."""
         return self.params.prompt_logprobs is not None and self.choice_idx == 0
+
+    def add_routing(self, start: int, routed: RoutedExperts) -> None:
+        """Take the experts of tokens from position ``start`` on; those known from before a preemption are dropped."""
+        assert start <= self.num_routed_tokens, f"tokens {self.num_routed_tokens} to {start} have not run"
+        new = routed.after(self.num_routed_tokens - start)
+        if new.shape[0]:
+            self._new_routing.append(new)
+            self.num_routed_tokens += new.shape[0]
+
+    def take_routing(self) -> RoutedExperts | None:
+        """What ``add_routing`` was given since the last call."""
+        new, self._new_routing = self._new_routing, []
+        return join_routed_experts(new) if new else None

@@ -2,7 +2,8 @@
 
 Two forms run the model. ``decode`` takes one row per sequence, up to ``MAX_DECODE_ROWS``, and launches nine kernels a
 layer (eleven where ranks are several) on buffers of fixed address, so that it can be captured in a graph. ``mixed``
-takes any rows of any sequences. They differ in schedules alone: a row has the same bits in both.
+takes any rows of any sequences. They differ in schedules alone: a row has the same bits in both. Both leave the step's
+routing in ``buffers.routing`` and add it to ``expert_counts``.
 
 Several ranks may share the attention (``tensor_parallel``): a rank holds some heads, a part of o_proj (row_parallel.py
 has the tree) and of the vocabulary; all run the same M rows, and row i has its mixture-of-experts home on rank i mod t.
@@ -27,7 +28,7 @@ from moe_runtime.comm.tensor_parallel import TensorParallel
 from moe_runtime.errors import CapacityError
 from moe_runtime.kernels.attention_tree_triton import check_heads
 from moe_runtime.kernels.attention_triton import DecodeSchedule, attend_decode, decode_workspace
-from moe_runtime.kernels.experts_triton import MAX_CAPACITY
+from moe_runtime.kernels.expert_count_triton import count_experts
 from moe_runtime.kernels.gemm import PARTS
 from moe_runtime.kernels.gemm_triton import dense_gemm, dense_gemm_parts, vendor_gemm
 from moe_runtime.kernels.gpu_schedules import GpuSchedules, device_kind
@@ -36,6 +37,7 @@ from moe_runtime.kernels.prefill_attention_triton import RowSchedule, attend_row
 from moe_runtime.kernels.rope_write_triton import rope_and_write
 from moe_runtime.kernels.router_triton import router_logits
 from moe_runtime.kernels.topk_triton import topk
+from moe_runtime.layers.cuda_buffers import MAX_DECODE_ROWS, Buffers, Rows, room_of, rows_of
 from moe_runtime.layers.cuda_experts import Experts, LocalExperts
 from moe_runtime.layers.cuda_layer import CudaLayer, ExpertReader
 from moe_runtime.layers.rotary import RotaryTable
@@ -54,8 +56,6 @@ __all__ = [
     "check_supported",
     "max_split_rows",
 ]
-
-MAX_DECODE_ROWS = MAX_CAPACITY
 
 ExpertsMaker = Callable[[int], Experts]
 """From the most rows of a step to the experts' half of all layers; a collective, CapacityError on all ranks or none."""
@@ -117,6 +117,7 @@ class CudaDecoder:
         pdl: Launch kernels dependent on the one before; a schedule.
         schedules: Decides the schedule of every launch.
         experts: The experts' half of every layer.
+        expert_counts: ``[num_moe_layers, num_experts]`` int64, pairs of rows at home here since start.
         tensor_parallel: The ranks that share the attention; ``heads`` are this one's, ``local`` is the model as far as
             its attention goes.
 
@@ -201,9 +202,12 @@ class CudaDecoder:
             tp.gather_rows(torch.zeros(1, 1, device=device), [1] * tp.size)
         self._group = group or RankGroup()
         self._make_experts = make_experts or self._all_local
-        self.buffers: _Buffers
+        self.buffers: Buffers
         self.experts: Experts
         self.max_rows = 0
+        self.expert_counts = torch.zeros(
+            len(config.moe_layer_ids), config.num_experts, dtype=torch.int64, device=device
+        )
         self._make_buffers(max(max_rows, MAX_DECODE_ROWS))
         self.max_split_rows = max_split_rows(self.local, device)
         self.workspace = decode_workspace(
@@ -221,7 +225,7 @@ class CudaDecoder:
             # First what is a collective: a rank without room for the rest must not be missed there.
             experts = self._make_experts(max_rows)
             arguments = self.local, max_rows, self.dtype, self.device
-            self.buffers = all_or_none(self._group, lambda: _Buffers(*arguments))
+            self.buffers = all_or_none(self._group, lambda: Buffers(*arguments))
             self.experts, self.max_rows = experts, max_rows
             return
         except (CapacityError, torch.OutOfMemoryError) as error:
@@ -292,6 +296,7 @@ class CudaDecoder:
                 branch, bias = b.parts, layer.o_bias
             self._experts(layer, next_norm, b, branch, bias, shape, num_tokens, experts, tp)
         self._logits(b.normed, logits, tp)
+        self._count(shape, experts)
 
     def mixed(self, step: MixedInput, kv_caches: KVCaches) -> torch.Tensor:
         """Any rows, to hidden states ``[T, hidden]`` after the final norm (a view of a buffer)."""
@@ -333,9 +338,10 @@ class CudaDecoder:
                 self._gemm(b.attention, layer.o_proj, b.branch, parts=PARTS["row"], bias=layer.o_bias)
                 branch, bias = b.branch, None
             self._experts(layer, next_norm, b, branch[:, None], bias, shape, step.num_tokens, experts, tp)
+        self._count(shape, experts)
         return b.normed
 
-    def _embed(self, token_ids: torch.Tensor, b: _Rows, tp: TensorParallel) -> None:
+    def _embed(self, token_ids: torch.Tensor, b: Rows, tp: TensorParallel) -> None:
         """The tokens' rows and their first norm; exact copies, whichever rank of the group holds a row."""
         norm, eps = self.layers[0].input_norm, self.config.rms_norm_eps
         if tp.size == 1:
@@ -351,7 +357,7 @@ class CudaDecoder:
         b.residual.copy_(gathered[owner, rows])
         rms_norm(b.residual, norm, eps, b.normed)
 
-    def _row_parallel(self, b: _Rows, layer: CudaLayer, tp: TensorParallel) -> torch.Tensor:
+    def _row_parallel(self, b: Rows, layer: CudaLayer, tp: TensorParallel) -> torch.Tensor:
         """``[M, hidden]`` of o_proj over the group, rounded; layers/row_parallel.py states the tree."""
         m, hidden = b.attention.shape[0], self.config.hidden_size
         if self.adds_shards:
@@ -367,7 +373,7 @@ class CudaDecoder:
         self,
         layer: CudaLayer,
         next_norm: torch.Tensor,
-        b: _Rows,
+        b: Rows,
         branch: torch.Tensor,
         bias: torch.Tensor | None,
         shape: StepShape,
@@ -394,7 +400,8 @@ class CudaDecoder:
         )
         topk(
             logits, num_tokens, config.num_experts_per_tok, config.norm_topk_prob,
-            routed.ids, routed.weights, routed.slot_table, schedule=table.topk(num_home), pdl=pdl,
+            routed.ids, routed.weights, routed.slot_table,
+            routing=self.buffers.routing[layer.layer_idx, :num_home], schedule=table.topk(num_home), pdl=pdl,
         )  # fmt: skip
         experts.run(layer.layer_idx, layer.experts, shape, num_tokens, residual, next_norm, normed, pdl=pdl)
         if tp.size > 1:
@@ -402,6 +409,11 @@ class CudaDecoder:
             both = tp.gather_home_rows(torch.cat([residual[:count], normed[:count]], 1), m)
             b.residual.copy_(both[:, : config.hidden_size])
             b.normed.copy_(both[:, config.hidden_size :])
+
+    def _count(self, shape: StepShape, experts: Experts) -> None:
+        """Add the step's pairs to the load; inert rows count nothing."""
+        num_home = experts.routed_rows(shape).x.shape[0]
+        count_experts(self.buffers.routing[:, :num_home], self.expert_counts, pdl=self.pdl)
 
     def _gemm(
         self,
@@ -417,10 +429,10 @@ class CudaDecoder:
         m, (n, k) = x.shape[0], w.shape
         if bias is None:
             vendor = self.schedules.vendor(
-                m, n, k, parts, float32_out=out.dtype == torch.float32, max_rows=min(_room(x), _room(out))
+                m, n, k, parts, float32_out=out.dtype == torch.float32, max_rows=min(room_of(x), room_of(out))
             )
             if vendor is not None:
-                vendor_gemm(_rows_of(x, vendor.rows), w, _rows_of(out, vendor.rows), parts=parts)
+                vendor_gemm(rows_of(x, vendor.rows), w, rows_of(out, vendor.rows), parts=parts)
                 return
         schedule = self.schedules.dense(m, n, k, parts)
         dense_gemm(x, w, out, parts=parts, bias=bias, schedule=schedule, pdl=self.pdl)
@@ -439,59 +451,3 @@ class CudaDecoder:
         own = logits.new_empty(normed.shape[0], self.lm_head.shape[0])
         self._gemm(normed, self.lm_head, own)
         logits.copy_(tp.gather_columns(own, tp.widths(self.config.vocab_size)))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Rows:
-    """Views of the buffers for M rows; see ``_Buffers``."""
-
-    residual: torch.Tensor
-    normed: torch.Tensor
-    qkv: torch.Tensor
-    q: torch.Tensor
-    attention: torch.Tensor
-    branch: torch.Tensor
-    parts: torch.Tensor
-    router_logits: torch.Tensor
-
-
-class _Buffers:
-    """Activations of a step, at fixed addresses, shared by all layers."""
-
-    def __init__(self, config: ModelConfig, max_rows: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.max_rows = max_rows
-        heads, kv_heads = config.num_attention_heads, config.num_kv_heads
-        hidden, query = config.hidden_size, heads * config.head_dim
-
-        def make(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
-            return torch.zeros(*shape, dtype=kind, device=device)
-
-        self.residual, self.normed, self.branch = (make(max_rows, hidden) for _ in range(3))
-        self.qkv = make(max_rows, query + 2 * kv_heads * config.head_dim)
-        self.q, self.attention = make(max_rows, query), make(max_rows, query)
-        self.parts = make(MAX_DECODE_ROWS, PARTS["row"], hidden, kind=torch.float32)
-        self.router_logits = make(max_rows, config.num_experts, kind=torch.float32)
-
-    def rows(self, m: int) -> _Rows:
-        """Views for M rows."""
-        return _Rows(
-            residual=self.residual[:m],
-            normed=self.normed[:m],
-            qkv=self.qkv[:m],
-            q=self.q[:m],
-            attention=self.attention[:m],
-            branch=self.branch[:m],
-            parts=self.parts[:m],
-            router_logits=self.router_logits[:m],
-        )
-
-
-def _room(rows: torch.Tensor) -> int:
-    """Rows in the storage of a buffer's view from its first one on."""
-    elements = rows.untyped_storage().nbytes() // rows.element_size() - rows.storage_offset()
-    return elements // rows.shape[1]
-
-
-def _rows_of(rows: torch.Tensor, count: int) -> torch.Tensor:
-    """The first ``count`` rows of the buffer of which ``rows`` is a view from its first one on."""
-    return rows.as_strided((count, rows.shape[1]), rows.stride(), rows.storage_offset())

@@ -33,7 +33,9 @@ LEAST_MARGIN = {"float32": 1e-5, "bfloat16": 0.1}  # of router logits; below it 
 CPU_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}  # of logprobs: largest difference
 
 NUM_PROMPTS = 64
-GREEDY = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True, logprobs=5, seed=0)
+GREEDY = SamplingParams(
+    temperature=0.0, max_tokens=32, ignore_eos=True, logprobs=5, seed=0, return_routed_experts=True
+)
 
 
 @pytest.fixture(scope="module")

@@ -282,15 +282,18 @@ def test_a_single_request_with_idle_ranks_has_the_same_bits_on_each_rank(ranks, 
 def forced_and_echoed(llm: LLM, reference: Result) -> None:
     """Scoring a generation's own tokens, as forced output or as prompt, gives its logprobs."""
     for own, prompt, q in zip(reference, prompts(), params(), strict=True):
-        token_ids, logprobs, _, _ = own[2][0]
+        token_ids, logprobs, routing, _, _ = own[2][0]
         forced = llm.generate([prompt], replace(q, forced_token_ids=token_ids))[0]
         assert forced.outputs[0].token_ids == token_ids
         assert forced.outputs[0].logprobs == logprobs
+        assert forced.outputs[0].routing == routing
         assert forced.prompt_logprobs == own[1]
-        echo = SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=3)
+        echo = SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=3, return_routed_experts=True)
         scored = llm.generate([[*prompt, *token_ids]], echo)[0]
         assert scored.prompt_logprobs[len(prompt) :] == logprobs
         assert scored.outputs[0].token_ids == ()
+        assert scored.outputs[0].routing.shape[0] == len(prompt) + len(token_ids)
+        assert scored.outputs[0].routing.first(routing.shape[0]) == routing
 
 
 def score(context: RankContext, folder: str, dtype: str, reference: Result) -> None:

@@ -30,10 +30,11 @@ NORM = [True, False]
 
 
 def run(logits, num_topk, norm, *, num_tokens=None, capacity=None, schedule=None, pdl=False, sigmoid=None):
-    """ids, weights and slot table on the CPU; every output is poisoned first."""
+    """ids, weights and slot table on the CPU; every output is poisoned first. The record must hold the same ids."""
     num_rows, num_experts = logits.shape
     capacity = num_rows if capacity is None else capacity
     ids = torch.full((num_rows, num_topk), 7777, dtype=torch.int32, device=DEVICE)
+    routing = torch.full((num_rows, num_topk), 7777, dtype=torch.int16, device=DEVICE)
     weights = torch.full((num_rows, num_topk), float("nan"), device=DEVICE)
     slot_table = torch.full((num_experts, capacity), 7777, dtype=torch.int32, device=DEVICE)
     live = torch.tensor([num_rows if num_tokens is None else num_tokens], dtype=torch.int32, device=DEVICE)
@@ -41,8 +42,9 @@ def run(logits, num_topk, norm, *, num_tokens=None, capacity=None, schedule=None
         sigmoid = replace(sigmoid, bias=sigmoid.bias.to(DEVICE))
     topk(
         logits.to(DEVICE), live, num_topk, norm, ids, weights, slot_table,
-        sigmoid=sigmoid, schedule=schedule, pdl=pdl,
+        sigmoid=sigmoid, routing=routing, schedule=schedule, pdl=pdl,
     )  # fmt: skip
+    assert torch.equal(routing.int(), ids)
     return ids.cpu(), weights.cpu(), slot_table.cpu()
 
 

@@ -429,9 +429,9 @@ def reconfigure_on_gpu(context: RankContext, folder: str) -> list[str]:
     llm = gpu_llm(Path(folder), group=context.group, dispatcher="collective", **limits)
     wanted = {"max_num_batched_tokens": 400, "kv_cache_blocks": 9}
     full = [
-        (cuda_decoder, "_Buffers"),
+        (cuda_decoder, "Buffers"),
         (gpu_experts, "SpreadExperts"),
-        (cuda_runner, "_InputRing"),
+        (cuda_runner, "InputRing"),
     ]
     return reconfigure_where_one_is_full(llm, wanted, full, context)
 

@@ -27,6 +27,7 @@ class LateRunner(Runner):
 
     def __init__(self, runner: CpuRunner) -> None:
         self.runner = runner
+        self.expert_load = runner.expert_load
         self.last_token: dict[int, int] = {}
         self.num_overlapped = 0
 
@@ -45,7 +46,7 @@ class LateRunner(Runner):
                 self.last_token[id(row.sequence)] = result.token_id
         for sequence in unknown:
             sequence.token_ids[-1] = UNKNOWN_TOKEN
-        return LaunchedStep(step.rows, lambda: results)
+        return LaunchedStep(step.rows, lambda: results, step.routing)
 
     def follow(self, plan: StepPlan, tokens_per_rank: SequenceOf[int], *, is_decode: bool) -> None:
         raise AssertionError("nobody follows one rank")
@@ -64,6 +65,7 @@ def _requests() -> tuple[list[list[int]], list[SamplingParams]]:
             stop_token_ids=(198,) if i % 4 == 1 else (),
             forced_token_ids=(5, 6, 7, 8) if i == 8 else None,
             stop=("e",) if i == 7 else (),
+            return_routed_experts=i % 3 < 2,
         )
         for i in range(10)
     ]

@@ -150,7 +150,7 @@ def test_room_for_rows_is_what_was_asked_for_last(decoder):
     assert decoder.experts.routed_rows(StepShape.of_tokens([17])).slot_table.shape == (4, 32)
 
 
-@pytest.mark.parametrize("what", ["_Buffers", "LocalExperts"])
+@pytest.mark.parametrize("what", ["Buffers", "LocalExperts"])
 def test_rows_without_room_leave_the_room_there_was(decoder, monkeypatch, what):
     before, former = decode(decoder, [5], [0], [1], 1, caches(decoder)), decoder.buffers.max_rows
     make = getattr(cuda_decoder, what)
@@ -179,7 +179,7 @@ def test_a_decoder_that_has_lost_its_room_gets_it_back_when_there_is_some(decode
         raise torch.OutOfMemoryError("nothing left")
 
     with monkeypatch.context() as patch:
-        patch.setattr(cuda_decoder, "_Buffers", in_no_memory)
+        patch.setattr(cuda_decoder, "Buffers", in_no_memory)
         for _ in range(2):
             with pytest.raises(CapacityError, match="nothing left"):
                 decoder.reserve_rows(decoder.max_rows + 8)
