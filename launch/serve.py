@@ -26,7 +26,6 @@ from moe_runtime.config import ServeConfig
 from moe_runtime.engine.backend import Deployment, exchange_buffer_bytes, plan_deployment, start_engine
 from moe_runtime.engine.kv_cache import kv_block_bytes
 from moe_runtime.engine.model_loader import NUMERICS_VERSION, ModelPlan, load_model, plan_model
-from moe_runtime.eplb.placement import contiguous_placement
 from moe_runtime.errors import CapacityError, CheckpointError, InvarianceError
 from moe_runtime.launch.cli import (
     EXIT_FAULT,
@@ -186,9 +185,9 @@ def _serve(
     logger.info("self-check passed: %d comparisons, equal bits", model.audit.num_comparisons)
     info: dict[str, str | int | float | bool | None] = {
         "num_kv_blocks": deployment.num_kv_blocks,
-        "num_local_experts": len(
-            contiguous_placement(plan.config.num_experts, group.size).local_logical_experts(group.rank)
-        ),
+        "num_local_experts": plan.placement.slots_per_rank[group.rank],
+        "num_redundant_experts": plan.placement.num_redundant_experts,
+        "expert_placement": plan.placement.sha256,
         "tp_rank": tensor_parallel.rank,
         "dispatcher": transport.name,
         "dispatcher_reason": transport.reason,
@@ -233,10 +232,9 @@ def _check_memory(plan: ModelPlan, num_blocks: int, group: RankGroup, tp: int) -
     if local_rank != 0 or plan.device.type != "cpu":
         return
     first = group.rank
-    placement = contiguous_placement(plan.config.num_experts, group.size)
     block_bytes = kv_block_bytes(plan.config, plan.torch_dtype, tp)
     ranks = [
-        rank_memory(plan.config, placement, rank, num_blocks, block_bytes, tp)
+        rank_memory(plan.config, plan.placement, rank, num_blocks, block_bytes, tp)
         for rank in range(first, first + local_size)
     ]
     own = ranks[group.rank - first]

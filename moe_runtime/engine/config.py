@@ -37,6 +37,10 @@ class EngineConfig:
         invariance: ``topology``: a request's bits depend on nothing but the request, on any number of ranks.
             ``batch``: the same for one fixed deployment. Several ranks then pre-sum the slots that each holds, so
             that fewer bytes travel; bits depend on their number.
+        num_redundant_experts: Physical experts of every layer beyond one per logical expert, to spread the load of
+            those that many tokens choose; copies change no bit. Level ``batch`` then adds at the home rank.
+        initial_placement: A placement file (docs/eplb.md) that says which rank holds which experts; by default
+            consecutive ids.
         seed: Seeds dummy weights, and the seeds given to requests that bring none; by default those are random.
     """
 
@@ -55,6 +59,8 @@ class EngineConfig:
     loopback_ranks: int = 8
     tp: int = 1
     invariance: Literal["topology", "batch"] = "topology"
+    num_redundant_experts: int = 0
+    initial_placement: str | None = None
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -69,6 +75,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} ({value}) must be at least 1")
+        if self.num_redundant_experts < 0:
+            raise ValueError(f"num_redundant_experts ({self.num_redundant_experts}) must be at least 0")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization ({self.gpu_memory_utilization}) must be in (0, 1]")
         if self.seed is not None and not SEED_MIN <= self.seed <= SEED_MAX:

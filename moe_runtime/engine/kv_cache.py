@@ -77,11 +77,12 @@ def gpu_num_blocks(
     """
     model, item_bytes = plan.config, plan.torch_dtype.itemsize
     free_bytes, _ = torch.cuda.mem_get_info(plan.device)
-    num_local = -(-model.num_experts // num_ranks)
+    placement = plan.placement
+    num_slots = max(placement.slots_per_rank) if num_ranks > 1 else placement.num_physical_experts
     num_weights = sum(
-        prod(spec.shape)
+        prod(spec.shape) * (1 if spec.logical_expert_id is None else num_slots)
         for spec in tensor_specs(model)
-        if spec.logical_expert_id is None or spec.logical_expert_id < num_local
+        if not spec.logical_expert_id
     )
     query = model.num_attention_heads * model.head_dim
     row_items = 4 * model.hidden_size + 3 * query + 2 * model.num_kv_heads * model.head_dim

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import prod
 
-from moe_runtime.engine.expert_weights import is_local
-from moe_runtime.eplb.placement import ExpertPlacement
+from moe_runtime.engine.expert_weights import num_local_elements
+from moe_runtime.eplb.placement import ModelPlacement
 from moe_runtime.errors import CapacityError
 from moe_runtime.models.head_shard import num_local_kv_heads
 from moe_runtime.models.model_config import ModelConfig, TensorSpec
-from moe_runtime.models.registry import tensor_specs
 
 __all__ = ["RankMemory", "check_fit", "rank_memory"]
 
@@ -51,7 +49,7 @@ class RankMemory:
 
 def rank_memory(
     config: ModelConfig,
-    placement: ExpertPlacement,
+    placement: ModelPlacement,
     rank: int,
     num_kv_blocks: int,
     kv_block_bytes: int,
@@ -68,14 +66,13 @@ def rank_memory(
         tp: Ranks over which the weights of attention, dense layers, embedding and head are spread.
     """
     num_elements = sum(
-        _local_elements(spec, config, tp) for spec in tensor_specs(config) if is_local(spec, placement, rank)
+        _local_elements(spec, num, config, tp) for spec, num in num_local_elements(config, placement, rank)
     )
     return RankMemory(weight_bytes=num_elements * PACKED_ITEM_BYTES, kv_bytes=num_kv_blocks * kv_block_bytes)
 
 
-def _local_elements(spec: TensorSpec, config: ModelConfig, tp: int) -> int:
+def _local_elements(spec: TensorSpec, num_elements: int, config: ModelConfig, tp: int) -> int:
     """Elements of a tensor that the rank with the widest share keeps."""
-    num_elements = prod(spec.shape)
     if spec.logical_expert_id is not None:
         return num_elements
     if spec.role in _KV_HEAD_ROLES:
