@@ -138,6 +138,12 @@ class DeepEPDispatcher(SummingDispatcher):
         self.presums = presums
         self.topk_idx_dtype = topk_idx_dtype
 
+    @property
+    def num_buffer_bytes(self) -> int:
+        """Of DeepEP's buffer, where it tells; else 0."""
+        num_bytes = getattr(self.buffer, "num_bytes", 0)
+        return num_bytes if isinstance(num_bytes, int) else 0
+
     def dispatch(
         self,
         x_dp_local: torch.Tensor,
@@ -304,7 +310,7 @@ def open_buffer(
 
 def open_deepep(
     group: RankGroup,
-    device_group: dist.ProcessGroup,
+    device_group: dist.ProcessGroup | None,
     first_expert: Sequence[int],
     *,
     hidden: int,

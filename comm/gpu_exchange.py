@@ -132,6 +132,12 @@ class ExchangeSizes:
         # A table and what is sent into it, own rows; slot rows, what is sent of them, and what comes back.
         return 2 * table + table // self.size + 3 * self.size * row_bytes
 
+    @property
+    def expanded_bytes(self) -> int:
+        """Most bytes where every (token, slot) is received as a row: all of all ranks, as received, picked in the order
+        of experts, weighted, and in the transport's own buffer."""
+        return 4 * self.size * self.max_rows * self.num_topk * self.hidden * self.dtype.itemsize
+
 
 class GpuExchange(ABC):
     """One rank's side. All ranks make the same calls for every layer of every step, with zero tokens too.

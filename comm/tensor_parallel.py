@@ -154,7 +154,8 @@ def open_tensor_parallel(
     Args:
         group: All ranks, joined through torch.distributed's default group.
         tp: Ranks of a group.
-        wanted: What moves rows inside a group, as for ``open_transport``.
+        wanted: What moves rows inside a group, as for ``open_transport``; where DeepEP moves experts' rows,
+            the best that can be here.
         timeout_s: How long an exchange waits for a rank.
 
     Raises:
@@ -163,6 +164,8 @@ def open_tensor_parallel(
     check_tp(tp, group.size)
     if tp == 1:
         return TensorParallel()
+    if wanted == "deepep":
+        wanted = "auto"
     if tp == group.size:
         # An exchange numbers its doorbells, so the links of the world are not shared with a group that steps apart.
         own = RankGroup(rank=group.rank, size=tp, process_group=group.process_group)

@@ -21,7 +21,7 @@ __all__ = ["EXCHANGE_TIMEOUT_S", "DispatcherName", "Transport", "TransportName",
 logger = logging.getLogger(__name__)
 
 DispatcherName = Literal["auto", "collective", "symmetric", "loopback", "deepep"]
-TransportName = Literal["collective", "symmetric", "loopback"]
+TransportName = Literal["collective", "symmetric", "loopback", "deepep"]
 
 EXCHANGE_TIMEOUT_S = 300.0
 """Of an exchange: a rank may be this much later than the others, in a step or while it captures or compiles."""
@@ -54,8 +54,8 @@ def open_transport(
         group: Ranks, joined through torch.distributed.
         wanted: ``collective``: torch.distributed; ``symmetric``: memory that all ranks of one host see, shared memory
             for CPU ranks, peer memory over NVLink or PCIe for GPUs; ``auto``: the second where it can be, else the
-            first; ``loopback``: one process that plays several ranks; ``deepep``: refused, with what is missing, as
-            long as the engine's GPU path does not run behind it (comm/deepep.py is for programs of their own).
+            first; ``loopback``: one process that plays several ranks; ``deepep``: GPUs, where every rank can import
+            deep_ep.
         device: Own device; the CPU by default.
         timeout_s: How long an exchange waits for a rank.
 
@@ -68,11 +68,7 @@ def open_transport(
             f"dispatcher (deepep) must be auto, collective, symmetric or loopback with device {device_type}: DeepEP "
             "moves rows between GPUs only"
         )
-    if wanted == "deepep":
-        raise ValueError(
-            "dispatcher (deepep) must be auto, symmetric or collective: the engine's kernels do not run behind DeepEP "
-            f"yet (deep_ep {_deep_ep_version(group)} is installed)"
-        )
+    version = _deep_ep_version(group) if wanted == "deepep" else ""
     if wanted == "loopback":
         if group.size > 1:
             raise ValueError(
@@ -82,7 +78,7 @@ def open_transport(
     if group.size == 1:
         return Transport("collective", "one rank: nothing travels", group)
     if device is not None and device.type == "cuda":
-        return _between_gpus(group, wanted, device, timeout_s)
+        return _between_gpus(group, wanted, device, timeout_s, version)
     if wanted == "collective":
         return Transport("collective", "asked for", group)
     links = connect_shared_memory(group, timeout_s)
@@ -95,7 +91,7 @@ def open_transport(
 
 
 def _between_gpus(
-    group: RankGroup, wanted: DispatcherName, device: torch.device, timeout_s: float
+    group: RankGroup, wanted: DispatcherName, device: torch.device, timeout_s: float, deep_ep_version: str
 ) -> Transport:
     """Rows travel on the device; the step vector through the host's shared memory where there is such."""
     links = connect_shared_memory(group, timeout_s)
@@ -108,6 +104,8 @@ def _between_gpus(
         raise ValueError(f"device (cuda) must be cpu with more ranks on a host than GPUs: {fault}")
     if wanted == "collective":
         return Transport("collective", "asked for", control)
+    if wanted == "deepep":
+        return Transport("deepep", f"asked for; deep_ep {deep_ep_version}", control)
     fault = peer_access_fault(group, device)
     if not fault:
         reason = "asked for" if wanted == "symmetric" else "every GPU reaches the memory of all others"

@@ -13,6 +13,7 @@ import hashlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 import numpy.typing as npt
@@ -82,7 +83,8 @@ class ExpertPlacement:
 
         Copies of 3 experts at ``[2, 0, 1, 2, 0]`` give ``[[1, 4], [2, -1], [0, 3]]``.
         """
-        return _copies_of(self.physical_to_logical_map[None], self.logical_count[None])[0]
+        table: IntArray = _copies_of(self.physical_to_logical_map[None], self.logical_count[None])[0]
+        return table
 
     def local_logical_experts(self, rank: int) -> list[int]:
         """Logical experts on a rank, in the order of its physical experts."""
@@ -219,14 +221,23 @@ class ModelPlacement:
         return bool((key[:, 1:] == key[:, :-1]).any())
 
 
-def even_slots(num_physical_experts: int, ep_size: int) -> tuple[int, ...]:
-    """Physical experts of each rank where shares differ by at most one; the first ranks have the larger ones."""
-    if num_physical_experts < 1 or ep_size < 1:
+def even_slots(num_physical_experts: int, ep_size: int, num_nodes: int = 1) -> tuple[int, ...]:
+    """Physical experts of each rank where shares differ by at most one; the first ranks have the larger ones.
+
+    With nodes of consecutive ranks each node has its share first: 10 on 4 ranks of 2 nodes are 3, 2, 3, 2.
+    """
+    if num_physical_experts < 1 or ep_size < 1 or not 1 <= num_nodes <= ep_size:
         raise ValueError(
-            f"num_physical_experts ({num_physical_experts}) and ep_size ({ep_size}) must be at least 1"
+            f"num_physical_experts ({num_physical_experts}), ep_size ({ep_size}) and num_nodes ({num_nodes}) must be "
+            f"at least 1, num_nodes at most ep_size"
         )
     each, extra = divmod(num_physical_experts, ep_size)
-    return tuple(each + (rank < extra) for rank in range(ep_size))
+    ranks = [ep_size // num_nodes + (node < ep_size % num_nodes) for node in range(num_nodes)]
+    larger = [0] * num_nodes
+    for _ in range(extra):
+        node = min(range(num_nodes), key=lambda n: Fraction(larger[n], ranks[n]))
+        larger[node] += 1
+    return tuple(each + (i < larger[node]) for node in range(num_nodes) for i in range(ranks[node]))
 
 
 def contiguous_placement(

@@ -142,7 +142,7 @@ def _runner(
             num_blocks,
             config.max_num_seqs,
             plan.max_model_len,
-            use_graphs=not config.enforce_eager,
+            use_graphs=not config.enforce_eager and decoder.experts.capturable,
             check_peers=None if group.links is None else group.links.check_peers,
             timeout_s=EXCHANGE_TIMEOUT_S if group.size > 1 else None,
         )

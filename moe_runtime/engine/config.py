@@ -30,7 +30,8 @@ class EngineConfig:
             folder.
         dispatcher: What moves rows between ranks: ``collective`` (torch.distributed), ``symmetric`` (memory that all
             ranks of one host see), or ``auto``, the second where all ranks can; ``loopback``: this one process plays
-            ``loopback_ranks`` ranks; ``deepep`` is refused with what is missing. The same bits by each.
+            ``loopback_ranks`` ranks; ``deepep``: DeepEP between GPUs, where it is installed, without CUDA graphs.
+            The same bits by each.
         tp: Consecutive ranks that share the attention, dense layers and vocabulary of one batch; the number of ranks
             must be a multiple. At level ``topology`` it changes no bit.
         loopback_ranks: Virtual ranks of the loopback dispatcher.

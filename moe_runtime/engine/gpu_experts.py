@@ -9,7 +9,10 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch.distributed as dist
+
 from moe_runtime.comm.agreement import all_or_none
+from moe_runtime.comm.deepep import open_deepep
 from moe_runtime.comm.gpu_exchange import (
     CollectiveExchange,
     ExchangeSizes,
@@ -25,6 +28,7 @@ from moe_runtime.kernels.experts_triton import MAX_CAPACITY
 from moe_runtime.kernels.gpu_schedules import GpuSchedules
 from moe_runtime.layers.cuda_decoder import ExpertsMaker
 from moe_runtime.layers.cuda_experts import Experts
+from moe_runtime.layers.dispatched_experts import DispatchedExperts
 from moe_runtime.layers.spread_experts import LoopbackExperts, SpreadExperts
 
 __all__ = ["exchange_sizes", "make_gpu_experts"]
@@ -51,6 +55,8 @@ def make_gpu_experts(
         return lambda max_rows: _loopback(plan, schedules, first_expert, max_rows)
     if group.size == 1:
         return None
+    if transport == "deepep":
+        return lambda max_rows: _dispatched(plan, group, first_expert, schedules, max_rows)
     return lambda max_rows: _spread(plan, group, transport, first_expert, schedules, max_rows)
 
 
@@ -107,6 +113,42 @@ def _spread(
         experts.num_bytes / 2**20,
     )
     return experts
+
+
+def _dispatched(
+    plan: ModelPlan,
+    group: RankGroup,
+    first_expert: Sequence[int],
+    schedules: GpuSchedules,
+    max_rows: int,
+) -> Experts:
+    """This rank's experts behind DeepEP, whose sum has been proved."""
+    config = plan.config
+    dispatcher = open_deepep(
+        group,
+        group.process_group or dist.group.WORLD,
+        first_expert,
+        hidden=config.hidden_size,
+        num_topk=config.num_experts_per_tok,
+        num_max_tokens_per_rank=max_rows,
+        dtype=plan.torch_dtype,
+        device=plan.device,
+        reduction=plan.multiple_reduction,
+    )
+    return all_or_none(
+        group,
+        lambda: DispatchedExperts(
+            config,
+            schedules,
+            dispatcher,
+            group.rank,
+            group.size,
+            max_rows,
+            plan.torch_dtype,
+            plan.device,
+            num_buffer_bytes=dispatcher.num_buffer_bytes,
+        ),
+    )
 
 
 def _loopback(

@@ -103,7 +103,9 @@ def gpu_num_blocks(
         rows = min(rows, MAX_SLICE)
     if num_ranks > 1:
         sizes = exchange_sizes(plan, num_ranks, rows)
-        buffer_bytes += sizes.symmetric_bytes if transport == "symmetric" else sizes.collective_bytes
+        buffer_bytes += {"symmetric": sizes.symmetric_bytes, "deepep": sizes.expanded_bytes}.get(
+            transport, sizes.collective_bytes
+        )
         buffer_bytes += NCCL_BYTES
         rows = min(num_ranks * rows, MAX_SLICE)
     if plan.multiple_reduction.enabled:

@@ -140,6 +140,8 @@ def plan_model(
     ep_size = 1 if group is None else group.size
     if engine_config.dispatcher == "loopback":
         ep_size = engine_config.loopback_ranks
+    if device.type == "cuda" and engine_config.dispatcher == "deepep" and dtype != "bfloat16":
+        raise ValueError(f"dtype ({dtype}) must be bfloat16 with dispatcher deepep")
     if device.type == "cuda":
         _check_gpu_rows(config, engine_config.max_num_batched_tokens, ep_size)
     placement = placement or initial_placement(

@@ -101,6 +101,8 @@ class Experts(ABC):
 
     num_processes: int = 1
     """Ranks whose rows a step's shape names."""
+    capturable: bool = True
+    """Whether a step can be captured in a CUDA graph: nothing in it waits for the host."""
     num_bytes: int = 0
     """Of the buffers that rows travel through."""
 

@@ -29,7 +29,7 @@ BUCKET_EDGES = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 25
 FEWEST_STEP_TOKENS = 15
 BUCKET_OUTPUT_TOKENS = 3
 SHORT_OUTPUT_TOKENS = 8
-GRAPHS_ABSENT = "not applicable: this device has no graphs"
+GRAPHS_ABSENT = "not applicable: this device or transport has no graphs"
 TOPOLOGIES_ABSENT = "not applicable: level batch promises one deployment, which has no other transport here"
 NUM_RANDOM_BATCHES = 2
 FULL_NUM_RANDOM_BATCHES = 10
@@ -57,6 +57,7 @@ class AxisSetup:
         block_size: Tokens of a KV block.
         max_num_seqs: Most sequences that one of them runs at once.
         enforce_eager: Whether the engine started without graphs; None on a device that has none.
+        captures: Whether the deployment of the check can have graphs.
         full: Every case, every output token, more batches.
         topologies: Other deployments whose bits must be these.
     """
@@ -68,6 +69,7 @@ class AxisSetup:
     block_size: int
     max_num_seqs: int = 64
     enforce_eager: bool | None = None
+    captures: bool = True
     full: bool = False
     topologies: Sequence[Topology] = ()
 
@@ -197,7 +199,7 @@ def _prefix(setup: AxisSetup) -> list[Run]:
 
 
 def _graph(setup: AxisSetup) -> list[Run]:
-    if setup.enforce_eager is None:
+    if setup.enforce_eager is None or not setup.captures:
         return []
     name = "with graphs" if setup.enforce_eager else "without graphs"
     return [Run(name=name, cases=setup.cases, enforce_eager=not setup.enforce_eager)]
@@ -243,6 +245,7 @@ def _topology(setup: AxisSetup) -> list[Run]:
         )
         for topology in setup.topologies
         for enforce_eager, form in forms
+        if topology.captures or enforce_eager is not False
     ]
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+
+import torch
 
 from moe_runtime.engine.llm import LLM
 from moe_runtime.kernels.attention import BLOCK_SIZE
@@ -77,8 +80,13 @@ def check(llm: LLM, config: CheckConfig, progress: ProgressFactory) -> CheckRepo
             max_num_seqs=llm.config.max_num_seqs,
             enforce_eager=llm.config.enforce_eager if llm.model.plan.device.type == "cuda" else None,
             full=config.full,
+            captures=own_topology(llm).captures,
             topologies=other_topologies(
-                own_topology(llm), num_ranks=llm.group.size, level=llm.config.invariance, full=config.full
+                own_topology(llm),
+                num_ranks=llm.group.size,
+                level=llm.config.invariance,
+                full=config.full,
+                deepep=_deepep_is_there(llm),
             ),
         )
         for name in config.axis_names:
@@ -88,6 +96,12 @@ def check(llm: LLM, config: CheckConfig, progress: ProgressFactory) -> CheckRepo
     runner.restore()
     report.wall_s = time.perf_counter() - start_s
     return report
+
+
+def _deepep_is_there(llm: LLM) -> bool:
+    """Whether all ranks run on GPUs and find deep_ep; that it can be opened shows when it is."""
+    found = llm.model.plan.device.type == "cuda" and importlib.util.find_spec("deep_ep") is not None
+    return bool(llm.group.all_gather(torch.tensor([int(found)])).all())
 
 
 def _check_axis(runner: Runner, name: str, setup: AxisSetup, progress: ProgressFactory) -> AxisResult:

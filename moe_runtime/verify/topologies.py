@@ -20,6 +20,7 @@ from moe_runtime.layers.row_parallel import Level
 __all__ = ["LOOPBACK_RANKS", "Topology", "other_topologies", "own_topology"]
 
 TRANSPORTS: tuple[TransportName, ...] = ("collective", "symmetric")
+"""Those that every machine may have; DeepEP's joins them on GPUs where it is installed."""
 LOOPBACK_RANKS = (2, 4, 8)
 
 
@@ -43,7 +44,7 @@ class Topology:
     def __post_init__(self) -> None:
         if self.dispatcher == "loopback" and self.ranks == "all":
             raise ValueError(f"ranks ({self.ranks}) must be alone with dispatcher (loopback)")
-        if self.ranks == "alone" and (self.tp > 1 or self.dispatcher == "symmetric"):
+        if self.ranks == "alone" and (self.tp > 1 or self.dispatcher not in ("collective", "loopback")):
             raise ValueError(
                 f"tp ({self.tp}) must be 1 and dispatcher ({self.dispatcher}) collective or loopback with ranks (alone)"
             )
@@ -51,6 +52,11 @@ class Topology:
             raise ValueError(
                 f"loopback_ranks ({self.loopback_ranks}) must be 1 with dispatcher ({self.dispatcher})"
             )
+
+    @property
+    def captures(self) -> bool:
+        """Whether its decode steps can be CUDA graphs, on a device that has them."""
+        return self.dispatcher != "deepep"
 
     @property
     def name(self) -> str:
@@ -78,7 +84,9 @@ def own_topology(llm: LLM) -> Topology:
     return Topology(ranks="alone")
 
 
-def other_topologies(own: Topology, *, num_ranks: int, level: Level, full: bool = False) -> list[Topology]:
+def other_topologies(
+    own: Topology, *, num_ranks: int, level: Level, full: bool = False, deepep: bool = False
+) -> list[Topology]:
     """The others whose bits the level promises to be the same; whether they can be here shows when they are loaded.
 
     Args:
@@ -86,7 +94,9 @@ def other_topologies(own: Topology, *, num_ranks: int, level: Level, full: bool 
         num_ranks: W.
         level: What is promised.
         full: Every transport with every t, and every number of ranks to play; else what differs in one thing.
+        deepep: DeepEP's transport may be among them.
     """
+    transports: tuple[TransportName, ...] = (*TRANSPORTS, "deepep") if deepep else TRANSPORTS
     tps = [own.tp]
     alone = [Topology(ranks="alone")]
     played: tuple[int, ...] = LOOPBACK_RANKS if full or num_ranks == 1 else ()
@@ -98,7 +108,7 @@ def other_topologies(own: Topology, *, num_ranks: int, level: Level, full: bool 
     found = [
         Topology(ranks="all", dispatcher=transport, tp=tp)
         for tp in tps
-        for transport in TRANSPORTS
+        for transport in transports
         if num_ranks > 1 and (full or own.tp == tp or own.dispatcher == transport)
     ]
     found += alone
