@@ -82,6 +82,17 @@ class ModelPlan:
     fingerprint: str
 
     @property
+    def fixed_reason(self) -> str:
+        """Why experts stay where they are; empty where they may be moved."""
+        if not self.config.moe_layer_ids:
+            return "the model has no experts"
+        if self.placement.ep_size == 1:
+            return "one EP rank holds all experts"
+        if self.multiple_reduction.enabled:
+            return "multiple_reduction is on: bits depend on which experts share a rank; rearrange_interval turns it off"
+        return ""
+
+    @property
     def torch_dtype(self) -> torch.dtype:
         """The dtype as torch names it."""
         return _DTYPES[self.dtype]
@@ -149,11 +160,10 @@ def plan_model(
     )
     if placement.ep_size != ep_size:
         raise ValueError(f"placement is for {placement.ep_size} ranks; must be for ep_size ({ep_size})")
-    # No setting moves experts yet, so the interval is 0.
     multiple_reduction = resolve_multiple_reduction(
         engine_config.invariance,
         placement.num_redundant_experts,
-        0,
+        engine_config.rearrange_interval,
         ep_size=ep_size,
         transport_can=True,
     )
@@ -299,7 +309,7 @@ def load_on_gpu(
         else:
             local_experts = [placement.layer(i).local_logical_experts(group.rank) for i in layers]
             wanted = local_specs(plan.config, placement, group.rank)
-        if not placement.is_identity:
+        if not (placement.is_identity and plan.fixed_reason):
             replicas = [layer_replicas(placement, i, plan.device) for i in layers]
     with _open(plan.model_dir, plan.dtype, engine_config, specs, plan.device) as source:
         weights = _WeightReader(source, wanted, on_progress)

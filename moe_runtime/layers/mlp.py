@@ -60,7 +60,7 @@ class MoE:
 
     Args:
         router: ``[num_experts, hidden]`` router weight.
-        experts: This rank's physical experts.
+        experts: This rank's physical experts; a move of experts exchanges some between steps.
         replicas: Where every logical expert's copies are.
         dispatcher: Moves rows; every rank takes part for every layer.
         num_topk: Experts per token.
@@ -70,7 +70,7 @@ class MoE:
     def __init__(
         self,
         router: torch.Tensor,
-        experts: Sequence[PackedExpert],
+        experts: list[PackedExpert],
         replicas: Replicas,
         dispatcher: SummingDispatcher,
         num_topk: int,
