@@ -26,6 +26,8 @@ from moe_runtime.config import ServeConfig
 from moe_runtime.engine.backend import Deployment, exchange_buffer_bytes, plan_deployment, start_engine
 from moe_runtime.engine.kv_cache import kv_block_bytes
 from moe_runtime.engine.model_loader import NUMERICS_VERSION, ModelPlan, load_model, plan_model
+from moe_runtime.engine.open_mover import open_mover
+from moe_runtime.eplb.placement_file import placement_to_json
 from moe_runtime.errors import CapacityError, CheckpointError, InvarianceError
 from moe_runtime.launch.cli import (
     EXIT_FAULT,
@@ -172,8 +174,9 @@ def _serve(
                 transport=transport.name,
                 tensor_parallel=tensor_parallel,
             )
+        mover = open_mover(model, config.engine, group)
         with progress_bar("capturing graphs", shown=group.rank == 0) as on_capture:
-            engine = start_engine(model, deployment, config.engine, group, on_capture=on_capture)
+            engine = start_engine(model, deployment, config.engine, group, on_capture=on_capture, mover=mover)
     except CheckpointError as error:
         usage_error(str(error))
     except InvarianceError as error:
@@ -191,6 +194,7 @@ def _serve(
         "tp_rank": tensor_parallel.rank,
         "dispatcher": transport.name,
         "dispatcher_reason": transport.reason,
+        "rearrangement_spare_bytes": 0 if mover is None else mover.spare_bytes,
         "exchange_buffer_bytes": exchange_buffer_bytes(model, group),
         "num_self_check_comparisons": model.audit.num_comparisons,
         "start_s": round(time.monotonic() - start_s, 2),
@@ -210,6 +214,8 @@ def _serve(
         return EXIT_FAULT
     finally:
         service.close()
+    if mover is not None:
+        mover.close()
     del engine, service
     gc.collect()  # captured graphs hold on to the communicators that end next
     close_ranks(group, tensor_parallel)
@@ -234,7 +240,15 @@ def _check_memory(plan: ModelPlan, num_blocks: int, group: RankGroup, tp: int) -
     first = group.rank
     block_bytes = kv_block_bytes(plan.config, plan.torch_dtype, tp)
     ranks = [
-        rank_memory(plan.config, plan.placement, rank, num_blocks, block_bytes, tp)
+        rank_memory(
+            plan.config,
+            plan.placement,
+            rank,
+            num_blocks,
+            block_bytes,
+            tp,
+            moves_experts=not plan.fixed_reason,
+        )
         for rank in range(first, first + local_size)
     ]
     own = ranks[group.rank - first]
@@ -268,6 +282,8 @@ def _server_config(
         limits=deployment.limits,
         world_size=group.size,
         tp=config.engine.tp,
+        expert_placement=placement_to_json(plan.placement) if plan.config.moe_layer_ids else None,
+        experts_fixed_reason=plan.fixed_reason,
         api_key=config.http.api_key,
         seed=config.engine.seed,
         drain_timeout_s=config.http.drain_timeout_s,

@@ -44,8 +44,8 @@ class EngineConfig:
             consecutive ids.
         rearrange_interval: Steps between moves of experts that even out the load while serving; 0 for none but those
             asked for. Moving changes no bit. Level ``batch`` then adds at the home rank.
-        rearrange_target: Balancedness (mean over peak load of the ranks) that a move reaches in each layer where it can,
-            in (0, 1]; layers that have it stay.
+        rearrange_target: Balancedness (mean over peak load of the ranks) that a move reaches in each layer where it
+            can, in (0, 1]; layers that have it stay.
         seed: Seeds dummy weights, and the seeds given to requests that bring none; by default those are random.
     """
 

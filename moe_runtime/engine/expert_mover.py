@@ -21,7 +21,6 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -68,7 +67,12 @@ class ExpertMover:
     """
 
     def __init__(
-        self, transfer: ExpertTransfer, placement: ModelPlacement, *, interval: int = 0, target_permille: int = 950
+        self,
+        transfer: ExpertTransfer,
+        placement: ModelPlacement,
+        *,
+        interval: int = 0,
+        target_permille: int = 950,
     ) -> None:
         self.waits = False
         self.versions = [0] * placement.num_layers
@@ -193,7 +197,9 @@ class ExpertMover:
             state=self._state(),
             outcomes=dict(self._outcomes),
             last_fault=self._last_fault,
-            last_success_age_s=None if self._last_success_s is None else time.monotonic() - self._last_success_s,
+            last_success_age_s=None
+            if self._last_success_s is None
+            else time.monotonic() - self._last_success_s,
             num_bytes=self._num_bytes,
             num_layers=self._num_layers,
             stall_s=self._swap_s + self._transfer.store.stall_s(),
@@ -289,12 +295,18 @@ class ExpertMover:
             assert plan is not None, "what succeeds was planned"
             self._balance = plan.balance
             logger.info(
-                "rearranged %d layers; balancedness %.3f, was %.3f", len(plan.layers), plan.balance[1], plan.balance[0]
+                "rearranged %d layers; balancedness %.3f, was %.3f",
+                len(plan.layers),
+                plan.balance[1],
+                plan.balance[0],
             )
         else:
             self._last_fault = f"{outcome}: {reason}"
             logger.log(
-                logging.ERROR if outcome == "failed" else logging.INFO, "rearrangement %s: %s", outcome, reason
+                logging.ERROR if outcome == "failed" else logging.INFO,
+                "rearrangement %s: %s",
+                outcome,
+                reason,
             )
         if request is not None:
             self.results.append(MoveResult(request.request_id, outcome, reason))

@@ -7,6 +7,7 @@ receiver's memory all show. A rank at fault keeps sending and receiving, so that
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -123,7 +124,7 @@ def loaded_checksums(
     Raises:
         InvarianceError: copies of an expert differ; on all ranks alike.
     """
-    most = max(end - start for start, end in zip(first_expert[:-1], first_expert[1:], strict=True))
+    most = max(end - start for start, end in itertools.pairwise(first_expert))
     own = torch.zeros(store.num_layers, most, dtype=torch.int64)
     for layer in range(store.num_layers):
         for slot in range(store.num_slots):

@@ -51,7 +51,8 @@ class GpuExpertStore(ExpertStore):
         self._swap_start = self._swap_end = None
         if self._is_gpu:
             self._swap_start, self._swap_end = (
-                torch.cuda.Event(enable_timing=True) for _ in range(2)  # type: ignore[no-untyped-call]
+                torch.cuda.Event(enable_timing=True)
+                for _ in range(2)  # type: ignore[no-untyped-call]
             )
         self._is_timing = False
         self._stall_s = 0.0
@@ -84,7 +85,9 @@ class GpuExpertStore(ExpertStore):
     def live_checksum(self, layer: int, slot: int) -> int:
         """See ``ExpertStore.live_checksum``: computed on the device."""
         experts = self._layers[layer]
-        return checksum(torch.cat([t.view(-1).view(torch.uint8) for t in (experts.w13[slot], experts.w2[slot])]))
+        return checksum(
+            torch.cat([t.view(-1).view(torch.uint8) for t in (experts.w13[slot], experts.w2[slot])])
+        )
 
     def prepare(self, layer: int, slots: Sequence[int], replicas: Replicas) -> None:
         """See ``ExpertStore.prepare``."""
@@ -107,7 +110,8 @@ class GpuExpertStore(ExpertStore):
         if slots:
             torch._foreach_copy_(
                 [live.w13[slot] for slot in slots] + [live.w2[slot] for slot in slots],
-                [self._spare.w13[i] for i in range(len(slots))] + [self._spare.w2[i] for i in range(len(slots))],
+                [self._spare.w13[i] for i in range(len(slots))]
+                + [self._spare.w2[i] for i in range(len(slots))],
             )
         torch._foreach_copy_([replicas.table, replicas.count], list(self._new_maps))
         if self._swap_end is not None:
@@ -117,10 +121,10 @@ class GpuExpertStore(ExpertStore):
     def stall_s(self) -> float:
         """See ``ExpertStore.stall_s``; without a swap that the device has not reached."""
         with self._timing:
-            if self._is_timing and self._swap_start is not None and self._swap_end is not None:
-                if self._swap_end.query():
-                    self._stall_s += self._swap_start.elapsed_time(self._swap_end) / 1e3
-                    self._is_timing = False
+            start, end = self._swap_start, self._swap_end
+            if self._is_timing and start is not None and end is not None and end.query():
+                self._stall_s += start.elapsed_time(end) / 1e3
+                self._is_timing = False
         return self._stall_s
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -84,6 +84,12 @@ def gpu_num_blocks(
         for spec in tensor_specs(model)
         if not spec.logical_expert_id
     )
+    if not plan.fixed_reason:  # room for the experts of one layer that are on their way
+        num_weights += num_slots * sum(
+            prod(spec.shape)
+            for spec in tensor_specs(model)
+            if spec.logical_expert_id == 0 and spec.layer_idx == model.moe_layer_ids[0]
+        )
     query = model.num_attention_heads * model.head_dim
     row_items = 4 * model.hidden_size + 3 * query + 2 * model.num_kv_heads * model.head_dim
     buffer_bytes = config.max_num_batched_tokens * row_items * item_bytes + 3 * 256 * model.vocab_size * 4

@@ -89,7 +89,7 @@ class ModelPlan:
         if self.placement.ep_size == 1:
             return "one EP rank holds all experts"
         if self.multiple_reduction.enabled:
-            return "multiple_reduction is on: bits depend on which experts share a rank; rearrange_interval turns it off"
+            return "multiple_reduction is on, and bits depend on which experts share a rank; set rearrange_interval"
         return ""
 
     @property
@@ -167,6 +167,11 @@ def plan_model(
         ep_size=ep_size,
         transport_can=True,
     )
+    if engine_config.rearrange_interval and (ep_size == 1 or not config.moe_layer_ids):
+        raise ValueError(
+            f"rearrange_interval ({engine_config.rearrange_interval}) must be 0 where "
+            + ("one EP rank holds all experts" if config.moe_layer_ids else "the model has no experts")
+        )
     with _open(model_dir, dtype, engine_config, tensor_specs(config), device) as source:
         identity = f"{source.fingerprint()} {dtype} {NUMERICS_VERSION} {_architecture(device)}"
     if multiple_reduction.enabled:

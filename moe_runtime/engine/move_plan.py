@@ -74,7 +74,9 @@ def agree_on_plan(
     physical = np.frombuffer(said[32:], dtype="<i4").astype(np.int64).reshape(current.num_layers, -1)
     agreed = replace(current, physical_to_logical_map=physical)
     is_other = bytes.fromhex(agreed.sha256) != said[:32]
-    fault = first_fault(group, "the placement received has another hash than the one planned" if is_other else "")
+    fault = first_fault(
+        group, "the placement received has another hash than the one planned" if is_other else ""
+    )
     if fault:
         raise MoveError(fault)
     layers = changed_layers(current, agreed)

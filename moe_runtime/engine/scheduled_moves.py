@@ -24,7 +24,9 @@ class ScheduledMoves:
         ValueError: a placement is for other layers, experts or slots.
     """
 
-    def __init__(self, mover: ExpertMover | None, moves: Mapping[int, ModelPlacement | None], rank: int) -> None:
+    def __init__(
+        self, mover: ExpertMover | None, moves: Mapping[int, ModelPlacement | None], rank: int
+    ) -> None:
         assert mover is not None or not moves, "a run with moves has a mover"
         self._mover = mover
         self._moves = sorted(moves.items(), reverse=True)

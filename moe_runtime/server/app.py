@@ -13,6 +13,7 @@ from moe_runtime.server.errors import install_error_handlers
 from moe_runtime.server.health import health_router
 from moe_runtime.server.info import info_router
 from moe_runtime.server.openapi import install_openapi
+from moe_runtime.server.placement import placement_router
 from moe_runtime.server.tokenization import tokenization_router
 
 __all__ = ["create_app"]
@@ -27,7 +28,14 @@ def create_app(context: Context) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
     )
-    for build in (completions_router, chat_router, tokenization_router, info_router, health_router):
+    for build in (
+        completions_router,
+        chat_router,
+        tokenization_router,
+        info_router,
+        health_router,
+        placement_router,
+    ):
         app.include_router(build(context))
     install_error_handlers(app)
     install_openapi(app)

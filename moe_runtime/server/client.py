@@ -14,9 +14,13 @@ from moe_runtime.engine.messages import (
     AbortRequest,
     AddRequest,
     Drain,
+    MoveExperts,
+    MoveResult,
+    PlacementReport,
     RankReady,
     RankReport,
     RankStats,
+    RearrangementStats,
     SequenceOutput,
 )
 from moe_runtime.engine.request import Request
@@ -48,6 +52,7 @@ class RankState:
         pid: Its process.
         info: What it said of itself when it became ready.
         stats: Its latest report.
+        rearrangement: What it said of moves of experts; None where they stay.
         last_seen: ``time.monotonic()`` of its latest message.
         num_sequences: Open choices that it was given.
         num_tokens: Prompt and output tokens that they may come to.
@@ -57,6 +62,7 @@ class RankState:
     info: dict[str, Any]
     last_seen: float
     stats: RankStats = field(default_factory=RankStats)
+    rearrangement: RearrangementStats | None = None
     num_sequences: int = 0
     num_tokens: int = 0
     has_gone: bool = False
@@ -89,6 +95,9 @@ class EngineClient:
         self._on_failure = on_failure
         self._open: dict[str, _OpenRequest] = {}
         self._reason = ""
+        self.placement: PlacementReport | None = None
+        self._moves: dict[int, asyncio.Future[MoveResult]] = {}
+        self._num_moves = 0
         self._drain_message: Drain | None = None
         self._probe: asyncio.Task[None] | None = None
         self._socket = RankSocket(
@@ -154,6 +163,34 @@ class EngineClient:
         self._count(entry, len(choices))
         self._socket.send_round(rank, lambda epoch: AddRequest(epoch=epoch, request=request))
 
+    @property
+    def rearrangement(self) -> RearrangementStats | None:
+        """What rank 0 says of moves of experts; None where they stay."""
+        return self.ranks[0].rearrangement if 0 in self.ranks else None
+
+    async def move_experts(self, physical_to_logical_map: bytes | None) -> MoveResult:
+        """Move experts and wait for the end of it; see ``MoveExperts``. A caller that leaves does not end the move.
+
+        Raises:
+            ApiError: no ranks are there, or one is lost meanwhile.
+        """
+        error = self.unavailable_error()
+        if error is not None:
+            raise error
+        self._num_moves += 1
+        number = self._num_moves
+        self._moves[number] = asyncio.get_running_loop().create_future()
+        self._socket.send_round(
+            0,
+            lambda epoch: MoveExperts(
+                epoch=epoch, request_id=number, physical_to_logical_map=physical_to_logical_map
+            ),
+        )
+        try:
+            return await self._moves[number]
+        finally:
+            del self._moves[number]
+
     def abort(self, request_id: str, choice_idx: int | None = None) -> None:
         """Forget a request or one of its choices; nothing happens where it has ended already."""
         entry = self._open.get(request_id)
@@ -188,6 +225,9 @@ class EngineClient:
         self._reason = reason
         logger.error("%s", reason)
         self.fail_open_requests(unavailable(reason, code="engine_dead"))
+        for move in self._moves.values():
+            if not move.done():
+                move.set_exception(unavailable(reason, code="engine_dead"))
         self._on_failure(reason)
 
     def _on_message(self, message: RankReady | RankReport) -> None:
@@ -200,6 +240,12 @@ class EngineClient:
             return
         state.last_seen = time.monotonic()
         state.stats = message.stats
+        state.rearrangement = message.rearrangement
+        self.placement = message.placement or self.placement
+        for result in message.moves:
+            move = self._moves.get(result.request_id)
+            if move is not None and not move.done():
+                move.set_result(result)
         for output in message.outputs:
             self._on_output(message.rank, output)
 

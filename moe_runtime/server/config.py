@@ -27,6 +27,8 @@ class ServerConfig:
         seed: Seeds the seeds given to requests that bring none, in order of arrival; None makes them random.
         api_key: Bearer key that clients must send; None asks for none.
         info: Shown by ``/server_info``; its ``system_fingerprint`` goes into responses.
+        expert_placement: Where experts are at the start, in the form of a placement file; None without experts.
+        experts_fixed_reason: Why they stay there; empty where they may be moved.
         zmq_host: Address to bind for the ranks, one that all of them can reach.
         drain_timeout_s: How long running requests may finish after the first SIGTERM.
         heartbeat_timeout_s: Silence after which a rank counts as lost.
@@ -44,6 +46,8 @@ class ServerConfig:
     seed: int | None = None
     api_key: str | None = field(default=None, repr=False)
     info: dict[str, Any] = field(default_factory=dict)
+    expert_placement: dict[str, Any] | None = None
+    experts_fixed_reason: str = ""
     zmq_host: str = "127.0.0.1"
     drain_timeout_s: float = 20.0
     heartbeat_timeout_s: float = 10.0

@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 from moe_runtime.engine.messages import RankStats
 from moe_runtime.server.client import RankState
 from moe_runtime.server.config import ServerConfig
+from moe_runtime.server.rearrangement_metrics import rearrangement_families
 
 __all__ = ["CONTENT_TYPE", "FINISH_REASONS", "PREFIX", "Metrics", "SequenceMetrics"]
 
@@ -166,6 +167,11 @@ class _StateCollector(Collector):
             "last_step_seconds",
             "Time of the latest step",
             {r: s.last_step_ms / 1e3 for r, s in stats.items()},
+        )
+
+        moving = {rank: self._ranks[rank].rearrangement for rank in sorted(self._ranks)}
+        yield from rearrangement_families(
+            PREFIX, {rank: stats for rank, stats in moving.items() if stats is not None}
         )
 
     def _info(self) -> Metric:

@@ -66,8 +66,12 @@ class Topology:
         return f"loopback EP {self.loopback_ranks}" if self.dispatcher == "loopback" else "EP 1"
 
     def engine_config(self, own: EngineConfig) -> EngineConfig:
-        """The settings of a check's own deployment, changed to this one."""
-        return replace(own, dispatcher=self.dispatcher, tp=self.tp, loopback_ranks=self.loopback_ranks)
+        """The settings of a check's own deployment, changed to this one; a placement is for one number of ranks."""
+        changed = replace(own, dispatcher=self.dispatcher, tp=self.tp, loopback_ranks=self.loopback_ranks)
+        if self.ranks == "all":
+            return changed
+        changed = replace(changed, initial_placement=None, rearrange_interval=0)
+        return changed if self.dispatcher == "loopback" else replace(changed, num_redundant_experts=0)
 
     def is_refused_by(self, error: ValueError) -> bool:
         """Whether a refusal to load names a setting of this deployment, as ``tp (2)``; else it is a fault."""

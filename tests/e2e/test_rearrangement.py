@@ -1,4 +1,4 @@
-"""Generation that crosses moves of experts has the bits of a run without any; a fault is seen by checksum and by bits."""
+"""Generation that crosses moves of experts has the bits of a run without any; checksum and bits tell of a fault."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ Result = list[tuple[Any, ...]]
 
 
 def outputs(llm: LLM, **options: Any) -> Result:
-    return [bits(output) for output in llm.generate(PROMPTS, mixed_params(len(PROMPTS), NUM_TOKENS), **options)]
+    return [
+        bits(output) for output in llm.generate(PROMPTS, mixed_params(len(PROMPTS), NUM_TOKENS), **options)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,9 @@ def moves_to(ep_size: int, num_redundant: int) -> dict:
     return {1: any_of[0], 5: any_of[1], 8: None, 10: any_of[2]}
 
 
-def run_moving(context: RankContext, folder: str, num_redundant: int, options: dict) -> tuple[Result, list[int], str]:
+def run_moving(
+    context: RankContext, folder: str, num_redundant: int, options: dict
+) -> tuple[Result, list[int], str]:
     ep_size = options.get("loopback_ranks", context.world_size)
     with placed(lambda *sizes: any_placement(*sizes, num_redundant, seed=3)):
         llm = LLM(folder, group=context.group, **(LIMITS | options))
@@ -63,7 +67,16 @@ def run_moving(context: RankContext, folder: str, num_redundant: int, options: d
         (2, 9, {"rearrange_interval": 3}),
         (4, 1, {"tp": 2}),
         (8, 5, {"invariance": "batch"}),
-        (4, 2, {"dispatcher": "collective", "max_num_seqs": 3, "kv_cache_blocks": 4, "max_num_batched_tokens": 20}),
+        (
+            4,
+            2,
+            {
+                "dispatcher": "collective",
+                "max_num_seqs": 3,
+                "kv_cache_blocks": 4,
+                "max_num_batched_tokens": 20,
+            },
+        ),
     ],
 )
 def test_moves_change_no_bit(ranks, folder, expected, size, num_redundant, options):
@@ -91,7 +104,9 @@ def test_control_bits_and_checksum_tell_of_a_wrong_expert(folder, expected):
     store.read = lambda layer, slot: read(layer, (slot + 1) % EXPERTS)
     moves = {2: any_placement(LAYERS, EXPERTS, 2, 0, seed=4)}
     before = llm.placement
-    with pytest.raises(MoveError, match=r"layer 0, logical expert \d: the copy from physical expert \d has checksum"):
+    with pytest.raises(
+        MoveError, match=r"layer 0, logical expert \d: the copy from physical expert \d has checksum"
+    ):
         outputs(llm, moves=moves)
     assert llm.placement == before
     assert outputs(llm) == expected

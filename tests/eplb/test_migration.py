@@ -31,7 +31,11 @@ def test_a_copy_on_the_same_rank_comes_first_and_senders_take_turns():
     current = one_layer((0, 1), (2, 0), (0, 3), (1, 2))
     target = one_layer((0, 0), (2, 0), (2, 3), (1, 0))
     found = {move.destination: move.source for move in layer_moves(current, target)}
-    assert found == {1: 0, 4: 2, 7: 0}  # slot 4 takes expert 2 from rank 1, so slot 7 takes expert 0 from rank 0
+    assert found == {
+        1: 0,
+        4: 2,
+        7: 0,
+    }  # slot 4 takes expert 2 from rank 1, so slot 7 takes expert 0 from rank 0
 
 
 def test_ranks_receive_by_turns():
@@ -60,7 +64,9 @@ def test_flexible_experts_go_round_busy_senders():
     current = one_layer((0, 1, 2, 3), (0, 3, 4, 4), (5, 5, 5, 5))
     target = one_layer((0, 1, 2, 3), (0, 3, 4, 5), (1, 2, 0, 3))
     rank = {s: s // 4 for s in range(12)}
-    sent = Counter(rank[m.source] for m in layer_moves(current, target) if rank[m.source] != rank[m.destination])
+    sent = Counter(
+        rank[m.source] for m in layer_moves(current, target) if rank[m.source] != rank[m.destination]
+    )
     assert sent == {0: 2, 1: 2, 2: 1}
 
 
