@@ -132,7 +132,7 @@ class ExpertMover:
 
     @property
     def last_fault(self) -> str:
-        """Why the latest move that did not succeed has not."""
+        """How the latest move ended, and why, if it has not succeeded."""
         return self._last_fault
 
     @property
@@ -214,7 +214,7 @@ class ExpertMover:
     def close(self) -> None:
         """End the thread, where no move is under way; else leave it to the end of the process."""
         self._work.put(None)
-        if not self._is_active:
+        if not self._is_active and not self._broken:
             self._thread.join()
 
     def _state(self) -> str:
@@ -291,7 +291,7 @@ class ExpertMover:
         self._outcomes[outcome] += 1
         plan, request, self._request = self._plan, self._request, None
         if outcome == "succeeded":
-            self._last_success_s = time.monotonic()
+            self._last_success_s, self._last_fault = time.monotonic(), ""
             assert plan is not None, "what succeeds was planned"
             self._balance = plan.balance
             logger.info(

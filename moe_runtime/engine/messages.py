@@ -136,7 +136,7 @@ class RearrangementStats(msgspec.Struct, frozen=True):
     Attributes:
         state: ``idle``, ``planning``, ``moving``, or ``broken``: no further move can start.
         outcomes: Moves by outcome.
-        last_fault: Of the latest move that did not succeed; empty where all did.
+        last_fault: How the latest move ended, and why; empty where it succeeded.
         last_success_age_s: Time since the latest success; None before the first.
         num_bytes: Of weights that have come from other ranks.
         num_layers: Layers swapped.

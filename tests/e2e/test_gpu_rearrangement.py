@@ -54,7 +54,9 @@ def moving(llm, ep_size: int, num_redundant: int):
 
 
 def test_virtual_ranks_move_experts(folder, expected):
-    llm = gpu_llm(folder, dispatcher="loopback", loopback_ranks=2, **LIMITS)  # which starts with consecutive ids
+    llm = gpu_llm(
+        folder, dispatcher="loopback", loopback_ranks=2, **LIMITS
+    )  # which starts with consecutive ids
     found, versions, again = moving(llm, 2, 0)
     assert (found, again) == (expected, expected)
     assert versions == [1, 1]

@@ -19,6 +19,8 @@ from moe_runtime.engine.messages import (
     AbortRequest,
     AddRequest,
     Drain,
+    MoveExperts,
+    MoveResult,
     RankMessage,
     RankReady,
     RankReport,
@@ -165,6 +167,7 @@ class FakeRank:
     last_report: float = 0.0
     is_silent: bool = False
     is_draining: bool = False
+    moves: list[MoveResult] = field(default_factory=list)
 
     @property
     def epochs(self) -> list[int]:
@@ -183,6 +186,7 @@ class FakeRanks(threading.Thread):
         self.hold = threading.Event()
         self.tokens_per_step = tokens_per_step
         self.step_s = step_s
+        self.move_outcome: tuple[str, str] | None = ("succeeded", "")
         self._endpoint = endpoint
         self._stop_requested = threading.Event()
         self._to_kill: set[int] = set()
@@ -255,11 +259,12 @@ class FakeRanks(threading.Thread):
             ended = {(o.request_id, o.choice_idx) for o in outputs if o.finish_reason is not None}
             rank.sequences = [s for s in rank.sequences if (s.request.request_id, s.choice_idx) not in ended]
         now = time.monotonic()
-        if outputs or (now - rank.last_report > 0.1 and not rank.is_silent):
+        if outputs or rank.moves or (now - rank.last_report > 0.1 and not rank.is_silent):
             rank.last_report = now
             epoch = rank.epochs[-1] if rank.received else 0
             stats = RankStats(num_running=len(rank.sequences), num_kv_blocks=128, num_free_kv_blocks=128)
-            rank.socket.send(encode(RankReport(rank.rank, epoch, tuple(outputs), stats)))
+            moves, rank.moves = tuple(rank.moves), []
+            rank.socket.send(encode(RankReport(rank.rank, epoch, tuple(outputs), stats, moves=moves)))
 
     def _take(self, rank: FakeRank, message: RankMessage) -> None:
         rank.received.append(message)
@@ -272,6 +277,8 @@ class FakeRanks(threading.Thread):
                 if s.request.request_id != message.request_id
                 or message.choice_idx not in (None, s.choice_idx)
             ]
+        elif isinstance(message, MoveExperts) and self.move_outcome is not None:
+            rank.moves.append(MoveResult(message.request_id, *self.move_outcome))
         elif isinstance(message, Drain):
             rank.is_draining = True
             if message.abort:

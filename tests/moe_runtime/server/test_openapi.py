@@ -31,6 +31,7 @@ def test_the_document_shows_every_path_and_field(server):
         "/version",
         "/server_info",
         "/metrics",
+        "/expert_placement",
     }
     schemas = document["components"]["schemas"]
     assert set(schemas["CompletionBody"]["properties"]) == set(CompletionBody.model_fields)
