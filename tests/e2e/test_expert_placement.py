@@ -111,13 +111,18 @@ def test_an_idle_server_finishes_a_move_and_shows_it(server: RunningServer) -> N
 
 def test_what_is_no_placement_here_is_refused(server: RunningServer) -> None:
     placement = shown(server)["placement"]
+    unsigned = {name: value for name, value in placement.items() if name != "sha256"}
     cases: list[tuple[Any, str]] = [
         ({"rebalance": False}, "rebalance must be true"),
         ({"rebalance": 1}, "rebalance must be true"),
         ({"rebalance": True, "now": 1}, "only field"),
         ([], "must be a JSON object"),
         ({**placement, "version": 2}, "version (2) must be 1"),
-        ({**placement, "slots_per_rank": placement["slots_per_rank"][::-1]}, "slots_per_rank"),
+        ({**unsigned, "slots_per_rank": placement["slots_per_rank"][::-1]}, "slots_per_rank"),
+        (
+            {**unsigned, "physical_to_logical_map": placement["physical_to_logical_map"][1:]},
+            "layers of the placement",
+        ),
         ({**placement, "physical_to_logical_map": placement["physical_to_logical_map"][1:]}, "sha256"),
     ]
     for body, message in cases:
