@@ -63,7 +63,7 @@ class Topology:
     @property
     def name(self) -> str:
         """For the report: ``symmetric tp 2``, ``EP 1``, ``loopback EP 4``."""
-        copies = f", {self.num_redundant_experts} copies" if self.num_redundant_experts else ""
+        copies = f", {self.num_redundant_experts} redundant" if self.num_redundant_experts else ""
         if self.ranks == "all":
             return f"{self.dispatcher} tp {self.tp}{copies}"
         return f"loopback EP {self.loopback_ranks}{copies}" if self.dispatcher == "loopback" else "EP 1"
