@@ -12,8 +12,8 @@ from tests.placements import any_placement, placed
 from tests.ranks import RankContext
 
 LIMITS = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "kv_cache_blocks": 12}
-PROMPTS = [[5, 9, 81], [11]]
-PARAMS = SamplingParams(temperature=0.0, max_tokens=5, logprobs=3, ignore_eos=True)
+PROMPTS = [[5, 9, 81]]
+PARAMS = SamplingParams(temperature=0.0, max_tokens=4, logprobs=3, ignore_eos=True)
 LAYERS, EXPERTS = 2, 5
 
 
@@ -73,8 +73,7 @@ def run_moving(context: RankContext, folder: str, num_redundant: int, tp: int):
     return moving(llm, 2, num_redundant)
 
 
-@pytest.mark.parametrize(("num_redundant", "tp"), [(3, 1), (1, 2)])
-def test_ranks_move_experts(ranks, folder, expected, num_redundant, tp):
-    for found, versions, again in ranks(2, run_moving, str(folder), num_redundant, tp):
+def test_ranks_move_experts(ranks, folder, expected):
+    for found, versions, again in ranks(2, run_moving, str(folder), 1, 2):
         assert (found, again) == (expected, expected)
         assert max(versions) == 1

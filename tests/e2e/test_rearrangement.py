@@ -15,7 +15,7 @@ from tests.placements import any_placement, placed
 from tests.ranks import RankContext
 
 LIMITS = {"max_num_seqs": 6}
-PROMPTS = random_prompts(1, (9, 1, 70, 3, 30))
+PROMPTS = random_prompts(1, (9, 60, 70, 61, 30))
 NUM_TOKENS = 14
 LAYERS, EXPERTS = 2, 7
 
@@ -57,6 +57,8 @@ def run_moving(
     assert llm.placement == moves[10]
     assert outputs(llm) == found
     llm.close()
+    if "kv_cache_blocks" in options and context.rank == 1:
+        assert llm.engine.stats().num_preemptions
     return found, versions, llm.placement.sha256
 
 

@@ -59,3 +59,14 @@ def test_what_does_not_fit_is_refused_with_both_figures() -> None:
         CapacityError, match=r"need 4\.0 GiB and 3\.9 GiB are available; lower kv_cache_blocks"
     ):
         check_fit(ranks, int(3.9 * 2**30))
+
+
+def test_the_room_for_moves_is_that_of_one_layer() -> None:
+    config = plan_model(EngineConfig()).config
+    placement = contiguous_model_placement(4, 16, 2, 3)
+    for rank, num_slots in enumerate((10, 9)):
+        still, moving = (
+            rank_memory(config, placement, rank, 0, 0, moves_experts=moves) for moves in (False, True)
+        )
+        assert still.spare_bytes == 0
+        assert moving.spare_bytes == moving.total_bytes - still.total_bytes == num_slots * 3 * 256 * 112 * 4
