@@ -47,13 +47,13 @@ class GpuExpertStore(ExpertStore):
         )
         self._new_maps = (torch.empty_like(replicas[0].table), torch.empty_like(replicas[0].count))
         self._prepared: tuple[int, tuple[int, ...]] | None = None
-        self._side = torch.cuda.Stream(self._device) if self._is_gpu else None
-        self._swap_start = self._swap_end = None
+        self._side: torch.cuda.Stream | None = None
+        self._swap_start: torch.cuda.Event | None = None
+        self._swap_end: torch.cuda.Event | None = None
         if self._is_gpu:
-            self._swap_start, self._swap_end = (
-                torch.cuda.Event(enable_timing=True)
-                for _ in range(2)  # type: ignore[no-untyped-call]
-            )
+            self._side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            self._swap_start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._swap_end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self._is_timing = False
         self._stall_s = 0.0
         self._timing = threading.Lock()
@@ -122,7 +122,9 @@ class GpuExpertStore(ExpertStore):
         """See ``ExpertStore.stall_s``; without a swap that the device has not reached."""
         with self._timing:
             start, end = self._swap_start, self._swap_end
-            if self._is_timing and start is not None and end is not None and end.query():
+            if not self._is_timing or start is None or end is None:
+                return self._stall_s
+            if end.query():  # type: ignore[no-untyped-call]
                 self._stall_s += start.elapsed_time(end) / 1e3
                 self._is_timing = False
         return self._stall_s
