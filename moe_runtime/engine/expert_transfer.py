@@ -47,7 +47,7 @@ class ExpertTransfer:
         self.checksums = checksums
         self.verifies = True
         self._buffer = torch.zeros(store.expert_bytes, dtype=torch.uint8)
-        self._fault = ""
+        self._source_fault = self._fault = ""
 
     def run(self, layer: int, moves: Sequence[ExpertMove]) -> tuple[list[int], int]:
         """Fill the spare room for a layer; a collective of all ranks.
@@ -62,7 +62,7 @@ class ExpertTransfer:
         first, end = self.first_expert[self.group.rank], self.first_expert[self.group.rank + 1]
         slots: list[int] = []
         num_bytes = 0
-        self._fault = ""
+        self._source_fault = self._fault = ""
         for move in moves:
             sends, receives = first <= move.source < end, first <= move.destination < end
             data = self._buffer
@@ -76,7 +76,8 @@ class ExpertTransfer:
             if receives:
                 self._fill(layer, len(slots), data, move)
                 slots.append(move.destination - first)
-        fault = first_fault(self.group, self._fault)
+        # What a sender could not read is a fault of the receiver's checksum as well: the cause is told.
+        fault = first_fault(self.group, self._source_fault) or first_fault(self.group, self._fault)
         if fault:
             raise MoveError(fault)
         return slots, num_bytes
@@ -92,7 +93,7 @@ class ExpertTransfer:
         try:
             return self.store.read(layer, slot)
         except Exception as error:
-            self._note(layer, move, f"cannot be read: {error}")
+            self._source_fault = self._source_fault or _told(layer, move, f"cannot be read: {error}")
             return self._buffer
 
     def _fill(self, layer: int, spare: int, data: torch.Tensor, move: ExpertMove) -> None:
@@ -100,14 +101,11 @@ class ExpertTransfer:
             self.store.fill(spare, data)
             found, loaded = checksum(self.store.filled(spare)), int(self.checksums[layer, move.logical])
         except Exception as error:
-            self._note(layer, move, f"cannot be stored: {error}")
+            self._fault = self._fault or _told(layer, move, f"cannot be stored: {error}")
             return
         if self.verifies and found != loaded:
-            self._note(layer, move, f"has checksum {_hex(found)}; it was loaded with {_hex(loaded)}")
-
-    def _note(self, layer: int, move: ExpertMove, what: str) -> None:
-        place = f"layer {layer}, logical expert {move.logical}"
-        self._fault = self._fault or f"{place}: the copy from physical expert {move.source} {what}"
+            what = f"has checksum {_hex(found)}; it was loaded with {_hex(loaded)}"
+            self._fault = self._fault or _told(layer, move, what)
 
 
 def loaded_checksums(
@@ -144,6 +142,10 @@ def loaded_checksums(
             "another copy"
         )
     return known
+
+
+def _told(layer: int, move: ExpertMove, what: str) -> str:
+    return f"layer {layer}, logical expert {move.logical}: the copy from physical expert {move.source} {what}"
 
 
 def _hex(value: int) -> str:

@@ -56,9 +56,9 @@ def run_moving(
     versions = llm.engine.mover.versions
     assert llm.placement == moves[10]
     assert outputs(llm) == found
-    llm.close()
     if "kv_cache_blocks" in options and context.rank == 1:
         assert llm.engine.stats().num_preemptions
+    llm.close()
     return found, versions, llm.placement.sha256
 
 
