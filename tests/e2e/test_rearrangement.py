@@ -69,16 +69,7 @@ def run_moving(
         (2, 9, {"rearrange_interval": 3}),
         (4, 1, {"tp": 2}),
         (8, 5, {"invariance": "batch"}),
-        (
-            4,
-            2,
-            {
-                "dispatcher": "collective",
-                "max_num_seqs": 3,
-                "kv_cache_blocks": 4,
-                "max_num_batched_tokens": 20,
-            },
-        ),
+        (2, 2, {"dispatcher": "collective", "kv_cache_blocks": 3, "max_num_batched_tokens": 130}),
     ],
 )
 def test_moves_change_no_bit(ranks, folder, expected, size, num_redundant, options):
