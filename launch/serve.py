@@ -190,7 +190,7 @@ def _serve(
         "num_kv_blocks": deployment.num_kv_blocks,
         "num_local_experts": plan.placement.slots_per_rank[group.rank],
         "num_redundant_experts": plan.placement.num_redundant_experts,
-        "expert_placement": plan.placement.sha256,
+        "initial_expert_placement": plan.placement.sha256,
         "tp_rank": tensor_parallel.rank,
         "dispatcher": transport.name,
         "dispatcher_reason": transport.reason,

@@ -212,10 +212,12 @@ class ExpertMover:
         )
 
     def close(self) -> None:
-        """End the thread, where no move is under way; else leave it to the end of the process."""
+        """End the thread and the group, where no move is under way; else leave them to the end of the process."""
         self._work.put(None)
-        if not self._is_active and not self._broken:
-            self._thread.join()
+        if self._is_active or self._broken:
+            return
+        self._thread.join()
+        self._transfer.close()
 
     def _state(self) -> str:
         if self._broken:

@@ -82,6 +82,11 @@ class ExpertTransfer:
             raise MoveError(fault)
         return slots, num_bytes
 
+    def close(self) -> None:
+        """Leave the group, between moves."""
+        if self._process_group is not None:
+            dist.destroy_process_group(self._process_group)
+
     @property
     def _process_group(self) -> dist.ProcessGroup | None:
         return self.group.process_group

@@ -64,6 +64,9 @@ class FakeTransfer:
             raise self.error
         return [0], 10
 
+    def close(self) -> None:
+        self.is_closed = True
+
 
 class Gang:
     """The movers of all ranks, with the vectors that they would exchange."""
