@@ -31,6 +31,7 @@ from moe_runtime.engine.expert_weights import layer_replicas
 from moe_runtime.engine.messages import MoveResult, RearrangementStats
 from moe_runtime.engine.move_plan import MovePlan, agree_on_plan
 from moe_runtime.engine.step import StepView
+from moe_runtime.eplb.migration import layer_moves
 from moe_runtime.eplb.placement import ModelPlacement
 
 __all__ = ["BROKEN", "FAILED", "STALL_S", "ExpertMover"]
@@ -351,7 +352,9 @@ class ExpertMover:
     def _stage_layer(self, index: int) -> None:
         plan = self._plan
         assert plan is not None, "layers are staged by a plan"
-        layer, moves = plan.layers[index], plan.moves[index]
+        layer = plan.layers[index]
+        # This layer has not been swapped, so it is as it was when the move was planned.
+        moves = layer_moves(self.placement.layer(layer), plan.target.layer(layer))
         slots, num_bytes = self._transfer.run(layer, moves)
         self._transfer.store.prepare(layer, slots, layer_replicas(plan.target, layer))
         self._num_bytes += num_bytes

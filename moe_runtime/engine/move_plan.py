@@ -12,12 +12,13 @@ import torch
 from moe_runtime.comm.agreement import first_fault
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.engine.expert_transfer import MoveError
-from moe_runtime.eplb.balance import balance_of
-from moe_runtime.eplb.incremental import plan_incremental
-from moe_runtime.eplb.migration import ExpertMove, changed_layers, layer_moves
+from moe_runtime.engine.plan_process import plan_placement_aside
+from moe_runtime.eplb.migration import changed_layers
 from moe_runtime.eplb.placement import ModelPlacement
 
 __all__ = ["MovePlan", "agree_on_plan"]
+
+_HASH_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,13 +28,11 @@ class MovePlan:
     Attributes:
         target: Placement to reach.
         layers: Those that change, ascending; an index among the layers with experts.
-        moves: Of each of them.
         balance: Balancedness under the loads planned by, before and afterwards.
     """
 
     target: ModelPlacement
     layers: Sequence[int]
-    moves: Sequence[Sequence[ExpertMove]]
     balance: tuple[float, float]
 
 
@@ -61,28 +60,24 @@ def agree_on_plan(
     fault = ""
     if group.rank == 0:
         try:
-            if target is None:
-                target = plan_incremental(total, current, target_permille=target_permille).placement
-            changed_layers(current, target)
-            said = bytes.fromhex(target.sha256) + target.physical_to_logical_map.astype("<i4").tobytes()
+            if target is not None:
+                changed_layers(current, target)
+            planned = plan_placement_aside(total, current, target, target_permille)
+            said = bytes.fromhex(planned.target.sha256) + np.array(planned.balance, dtype="<f8").tobytes()
+            said += planned.target.physical_to_logical_map.astype("<i4").tobytes()
         except Exception as error:
             fault = f"no plan: {error}"
     fault = first_fault(group, fault)
     if fault:
         raise MoveError(fault)
     said = group.all_gather_bytes(said)[0]
-    physical = np.frombuffer(said[32:], dtype="<i4").astype(np.int64).reshape(current.num_layers, -1)
-    agreed = replace(current, physical_to_logical_map=physical)
-    is_other = bytes.fromhex(agreed.sha256) != said[:32]
+    before, after = np.frombuffer(said[_HASH_BYTES : _HASH_BYTES + 16], dtype="<f8").tolist()
+    physical = np.frombuffer(said[_HASH_BYTES + 16 :], dtype="<i4").astype(np.int64)
+    agreed = replace(current, physical_to_logical_map=physical.reshape(current.num_layers, -1))
+    is_other = bytes.fromhex(agreed.sha256) != said[:_HASH_BYTES]
     fault = first_fault(
         group, "the placement received has another hash than the one planned" if is_other else ""
     )
     if fault:
         raise MoveError(fault)
-    layers = changed_layers(current, agreed)
-    return MovePlan(
-        target=agreed,
-        layers=layers,
-        moves=[layer_moves(current.layer(layer), agreed.layer(layer)) for layer in layers],
-        balance=(balance_of(total, current).overall, balance_of(total, agreed).overall),
-    )
+    return MovePlan(target=agreed, layers=changed_layers(current, agreed), balance=(before, after))

@@ -110,7 +110,7 @@ def gang(monkeypatch):
 
     def plan(group, current, counts, target, target_permille) -> MovePlan:
         layers = changed_layers(current, TARGET)
-        return MovePlan(target=TARGET, layers=layers, moves=[[]] * len(layers), balance=(0.5, 0.9))
+        return MovePlan(target=TARGET, layers=layers, balance=(0.5, 0.9))
 
     monkeypatch.setattr(expert_mover, "agree_on_plan", plan)
     made: list[Gang] = []
@@ -270,7 +270,7 @@ def test_leaving_ranks_give_a_move_up_between_layers(gang):
 
 
 def test_a_plan_without_changes_succeeds_at_once(gang, monkeypatch):
-    empty = MovePlan(target=START, layers=[], moves=[], balance=(1.0, 1.0))
+    empty = MovePlan(target=START, layers=[], balance=(1.0, 1.0))
     ranks = gang()
     monkeypatch.setattr(expert_mover, "agree_on_plan", lambda *_: empty)
     ranks.movers[0].request(None)
@@ -281,7 +281,7 @@ def test_a_plan_without_changes_succeeds_at_once(gang, monkeypatch):
 
 def test_loads_are_those_since_the_move_before(gang, monkeypatch):
     seen = []
-    plan = MovePlan(target=START, layers=[], moves=[], balance=(1.0, 1.0))
+    plan = MovePlan(target=START, layers=[], balance=(1.0, 1.0))
     ranks = gang()
     monkeypatch.setattr(
         expert_mover, "agree_on_plan", lambda group, current, counts, *_: (seen.append(counts.sum()), plan)[1]
