@@ -43,7 +43,7 @@ SHORT_OUTPUT_TOKENS = 8
 GRAPHS_ABSENT = "not applicable: this device or transport has no graphs"
 TOPOLOGIES_ABSENT = "not applicable: level batch promises one deployment, which has no other transport here"
 PLACEMENT_ABSENT = (
-    "not applicable: experts stay where they are on this deployment, as the level promises no other"
+    "not applicable: experts stay where they are on this deployment, and the level promises no other"
 )
 MOVE_STEPS = (1, 4)
 NUM_RANDOM_BATCHES = 2
