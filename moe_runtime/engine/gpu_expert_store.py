@@ -46,7 +46,7 @@ class GpuExpertStore(ExpertStore):
             for tensor in (replicas[0].table, replicas[0].count)
         )
         self._new_maps = (torch.empty_like(replicas[0].table), torch.empty_like(replicas[0].count))
-        self._prepared: tuple[int, tuple[int, ...]] | None = None
+        self._prepared: list[tuple[list[torch.Tensor], list[torch.Tensor]]] | None = None
         self._side: torch.cuda.Stream | None = None
         self._swap_start: torch.cuda.Event | None = None
         self._swap_end: torch.cuda.Event | None = None
@@ -91,7 +91,12 @@ class GpuExpertStore(ExpertStore):
 
     def prepare(self, layer: int, slots: Sequence[int], replicas: Replicas) -> None:
         """See ``ExpertStore.prepare``."""
-        self._prepared = (layer, tuple(slots))
+        live, maps, places = self._layers[layer], self._replicas[layer], range(len(slots))
+        copies = [([maps.table, maps.count], list(self._new_maps))]
+        for weights, spare in ((live.w13, self._spare.w13), (live.w2, self._spare.w2)):
+            if slots:
+                copies.append(([weights[slot] for slot in slots], [spare[i] for i in places]))
+        self._prepared = copies
         for host, given in zip(self._host_maps, (replicas.table, replicas.count), strict=True):
             host.copy_(given)
         with self._beside_steps():
@@ -102,18 +107,12 @@ class GpuExpertStore(ExpertStore):
     def swap(self) -> None:
         """See ``ExpertStore.swap``; launches copies and waits for nothing."""
         assert self._prepared is not None, "nothing is prepared"
-        (layer, slots), self._prepared = self._prepared, None
-        live, replicas = self._layers[layer], self._replicas[layer]
+        copies, self._prepared = self._prepared, None
         if self._swap_start is not None:
             self.stall_s()  # or the events would forget the swap before
             self._swap_start.record()
-        if slots:
-            torch._foreach_copy_(
-                [live.w13[slot] for slot in slots] + [live.w2[slot] for slot in slots],
-                [self._spare.w13[i] for i in range(len(slots))]
-                + [self._spare.w2[i] for i in range(len(slots))],
-            )
-        torch._foreach_copy_([replicas.table, replicas.count], list(self._new_maps))
+        for live, new in copies:
+            torch._foreach_copy_(live, new)
         if self._swap_end is not None:
             self._swap_end.record()
             self._is_timing = True
