@@ -168,7 +168,8 @@ class ExpertMover:
 
     def vector_fields(self) -> dict[str, int]:
         """This rank's part of the step vector."""
-        stage = self._stage
+        # A thread that comes to its end after a move was given up has nothing more to say.
+        stage = self._stage if self._is_active else 0
         if self._is_active and time.monotonic() - self._turn_s > STALL_S and stage == self._agreed:
             self._fault = f"the thread that moves experts has stood still for {STALL_S:g} s"
             stage = BROKEN

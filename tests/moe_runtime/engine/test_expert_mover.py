@@ -221,6 +221,21 @@ def test_a_rank_whose_thread_ends_breaks_the_movers_of_all(gang, caplog):
     assert not first.is_active
 
 
+def test_a_thread_that_ends_late_keeps_nobody_awake(gang):
+    ranks = gang()
+    first, second = ranks.movers
+    first._transfer.gate.clear()
+    second._transfer.error = OSError("no route")
+    first.request(TARGET)
+    ranks.run()
+    first._took_turn.clear()
+    first._transfer.gate.set()
+    assert first._took_turn.wait(30)
+    view = ranks.step(num_tokens=0)
+    assert view.may_sleep
+    assert first.stats().state == "broken"
+
+
 def test_a_thread_that_stands_still_is_told_of(gang, monkeypatch):
     ranks = gang()
     ranks.movers[0]._transfer.gate.clear()
