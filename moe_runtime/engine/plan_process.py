@@ -97,7 +97,7 @@ def plan_placement_aside(
     )
 
 
-def main() -> None:
+def _main() -> None:
     """The other process: a request on standard input, the plan on standard output."""
     fields = np.load(io.BytesIO(sys.stdin.buffer.read()), allow_pickle=False)
     current = ModelPlacement(
@@ -120,4 +120,4 @@ def _pack(**fields: npt.NDArray[np.int64] | npt.NDArray[np.float64]) -> bytes:
 
 
 if __name__ == "__main__":
-    main()
+    _main()
