@@ -8,36 +8,37 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from moe_runtime.eplb.placement import ExpertPlacement
+from moe_runtime.eplb.placement import ModelPlacement
 
 __all__ = ["balancedness", "rank_pairs"]
 
 
-def rank_pairs(counts: npt.NDArray[np.int64], placement: ExpertPlacement) -> npt.NDArray[np.int64]:
-    """``[L, R]`` int64: pairs that each rank's experts were given.
+def rank_pairs(counts: npt.NDArray[np.int64], placement: ModelPlacement) -> npt.NDArray[np.int64]:
+    """``[L, R]`` int64: pairs that each rank's experts were given, those of an expert with copies shared out evenly.
 
-    Example: counts ``[[5, 1, 2]]`` with experts 0 and 1 on rank 0 and expert 2 on rank 1 give ``[[6, 2]]``.
+    Example: counts ``[[5, 1, 2]]`` with experts 0 and 1 on rank 0 and experts 0 and 2 on rank 1 give ``[[4, 4]]``: the
+    odd pair goes to the first copy.
 
     Args:
         counts: ``[L, E]`` pairs of each logical expert.
-        placement: The same for every layer, one copy of each expert.
+        placement: Of L layers with E experts.
 
     Raises:
-        ValueError: ``counts`` is of other experts, or some expert has several copies: its counts alone do not tell
-            which copy was given what.
+        ValueError: ``counts`` is of other layers or experts.
     """
-    num_physical = len(placement.physical_to_logical_map)
-    if num_physical != placement.num_logical_experts:
+    if counts.shape != (placement.num_layers, placement.num_logical_experts):
         raise ValueError(
-            f"num_physical_experts ({num_physical}) must be num_logical_experts ({placement.num_logical_experts})"
+            f"counts {counts.shape} must have a row for each of num_layers ({placement.num_layers}) and a column for "
+            f"each of num_logical_experts ({placement.num_logical_experts})"
         )
-    if counts.ndim != 2 or counts.shape[1] != placement.num_logical_experts:
-        raise ValueError(
-            f"counts {counts.shape} must have a column for each of num_logical_experts "
-            f"({placement.num_logical_experts})"
-        )
-    by_physical = counts[:, placement.physical_to_logical_map]
-    until = np.zeros((counts.shape[0], num_physical + 1), dtype=np.int64)
+    layers, num_physical = placement.physical_to_logical_map.shape
+    by_physical = np.zeros((layers, num_physical), dtype=np.int64)
+    layer = np.arange(layers)[:, None]
+    for copy, physical in enumerate(np.moveaxis(placement.logical_to_physical_map, 2, 0)):
+        share = counts // placement.logical_count + (copy < counts % placement.logical_count)
+        placed = physical >= 0
+        by_physical[np.broadcast_to(layer, placed.shape)[placed], physical[placed]] = share[placed]
+    until = np.zeros((layers, num_physical + 1), dtype=np.int64)
     np.cumsum(by_physical, axis=1, out=until[:, 1:])
     first = np.asarray(placement.first_expert)
     result: npt.NDArray[np.int64] = until[:, first[1:]] - until[:, first[:-1]]

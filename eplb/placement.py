@@ -178,6 +178,12 @@ class ModelPlacement:
         return np.repeat(np.arange(self.ep_size, dtype=np.int64), self.slots_per_rank)
 
     @property
+    def is_identity(self) -> bool:
+        """Whether every physical expert is the logical one of its number, in every layer."""
+        same = self.physical_to_logical_map == np.arange(self.num_physical_experts)
+        return self.num_redundant_experts == 0 and bool(same.all())
+
+    @property
     def logical_count(self) -> IntArray:
         """``[num_layers, num_logical]`` int64: copies of each logical expert."""
         layers, num_logical = self.num_layers, self.num_logical_experts

@@ -26,6 +26,8 @@ from moe_runtime.kernels.expert_ranks_triton import (
     rank_key,
     sigmoid_topk_reference,
 )
+from moe_runtime.kernels.replicas import Replicas
+from moe_runtime.kernels.replicas_triton import physical_experts
 from moe_runtime.kernels.triton_launch import launch_options, tensors_cost, wait_for_previous
 
 __all__ = [
@@ -122,6 +124,7 @@ def topk(
     *,
     sigmoid: SigmoidScores | None = None,
     routing: torch.Tensor | None = None,
+    replicas: Replicas | None = None,
     schedule: TopkSchedule | None = None,
     pdl: bool = False,
 ) -> None:
@@ -134,12 +137,13 @@ def topk(
         num_tokens: ``[1]`` int32 on the device; rows from there on are inert.
         num_topk: K.
         norm_topk_prob: Renormalise the chosen weights.
-        ids: ``[M, K]`` int32 out, in slot order; -1 in inert rows.
+        ids: ``[M, K]`` int32 out, in slot order; -1 in inert rows. Physical experts where there are ``replicas``.
         weights: ``[M, K]`` float32 out; 0 in inert rows.
         slot_table: ``[E, capacity]`` int32 out, slot of expert e for token t or -1, every entry written; capacity is
             at least M. None where only an expert-major order is needed.
         sigmoid: Scores by sigmoid, with bias, groups and scale; softmax where None.
-        routing: ``[M, K]`` int16 out, contiguous: the ids once more, for a record of all layers. None for no record.
+        routing: ``[M, K]`` int16 out, contiguous: the logical experts, for a record of all layers. None for no record.
+        replicas: Where experts are, unless a physical expert is the logical one of its number; not with a slot table.
         schedule: Default by the number of rows.
         pdl: Dependent launch.
     """
@@ -151,6 +155,7 @@ def topk(
     capacity = 0 if slot_table is None else slot_table.shape[1]
     if slot_table is not None and capacity < num_rows:
         raise ValueError(f"slot_table capacity ({capacity}) must be at least the number of rows ({num_rows})")
+    assert slot_table is None or replicas is None, "a slot table is of logical experts"
     if max(num_rows, capacity) == 0:
         return
     schedule = schedule or default_topk_schedule(num_rows)
@@ -159,6 +164,9 @@ def topk(
         ids if slot_table is None else slot_table,
         logits if scores.bias is None else scores.bias,
         ids if routing is None else routing,
+        ids if replicas is None else replicas.table,
+        ids if replicas is None else replicas.count,
+        0 if replicas is None else replicas.layer_idx,
         num_rows,
         capacity,
         E=num_experts,
@@ -173,6 +181,7 @@ def topk(
         KEPT=scores.num_kept_groups,
         SCALE=scores.scale,
         RECORD=routing is not None,
+        COPIES=0 if replicas is None else replicas.table.shape[1],
         ROWS=schedule.row_tile,
         PDL=pdl,
         **launch_options(num_warps=schedule.num_warps, num_stages=1, pdl=pdl),
@@ -278,12 +287,12 @@ def _topk_metadata(grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, An
     return {"name": f"topk_{num_rows}x{num_experts}_{num_topk}", "flops32": flops, "bytes": num_bytes}
 
 
-@triton.jit(do_not_specialize=["num_rows", "capacity"], launch_metadata=_topk_metadata)
+@triton.jit(do_not_specialize=["layer_idx", "num_rows", "capacity"], launch_metadata=_topk_metadata)
 def _topk(  # type: ignore[no-untyped-def]
-    logits, num_tokens, ids, weights, slot_table, bias, routing, num_rows, capacity,
+    logits, num_tokens, ids, weights, slot_table, bias, routing, copies, num_copies, layer_idx, num_rows, capacity,
     E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, TABLE: tl.constexpr,
     NORM: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
-    SCALE: tl.constexpr, RECORD: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+    SCALE: tl.constexpr, RECORD: tl.constexpr, COPIES: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows a program; grid over max(M, capacity) rows."""
     wait_for_previous(PDL)
@@ -331,9 +340,11 @@ def _topk(  # type: ignore[no-untyped-def]
         total += largest - largest  # NaN where the largest logit is not finite
     kept = (r[:, None] < num_rows) & (k[None, :] < K)
     chosen = tl.where(live[:, None], chosen, -1)
-    tl.store(ids + r[:, None] * K + k[None, :], chosen, mask=kept)
     if RECORD:
         tl.store(routing + r[:, None] * K + k[None, :], chosen.to(tl.int16), mask=kept)
+    if COPIES > 0:
+        chosen = physical_experts(r[:, None], chosen, copies, num_copies, layer_idx, COPIES)
+    tl.store(ids + r[:, None] * K + k[None, :], chosen, mask=kept)
     p = p / total[:, None]
     if SCALE != 1.0:
         p = p * SCALE

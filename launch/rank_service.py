@@ -10,7 +10,9 @@ import math
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
+import numpy as np
 import zmq
 
 from moe_runtime.engine.engine import Engine
@@ -19,6 +21,9 @@ from moe_runtime.engine.messages import (
     AbortRequest,
     AddRequest,
     Drain,
+    MoveExperts,
+    MoveResult,
+    PlacementReport,
     RankMessage,
     RankReady,
     RankReport,
@@ -69,6 +74,9 @@ class RankService:
         self._epoch = 0
         self._drain = False
         self._last_report_s = 0.0
+        self._moves: list[MoveResult] = []
+        self._asked_moves: dict[int, int] = {}
+        self._reported_versions: tuple[int, ...] = ()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, b"rank-%d" % rank)
@@ -125,6 +133,8 @@ class RankService:
             self.engine.add_request(message.request)
         elif isinstance(message, AbortRequest):
             self.engine.abort(message.request_id, message.choice_idx)
+        elif isinstance(message, MoveExperts):
+            self._move(message)
         elif isinstance(message, Drain):
             self._drain = True
             self.exit_code = message.exit_code
@@ -132,12 +142,57 @@ class RankService:
             if message.abort:
                 self.engine.abort_all()
 
+    def _move(self, message: MoveExperts) -> None:
+        mover = self.engine.mover
+        if mover is None:
+            self._moves.append(MoveResult(message.request_id, "refused", "experts stay here"))
+            return
+        target = None
+        try:
+            if message.physical_to_logical_map is not None:
+                physical = np.frombuffer(message.physical_to_logical_map, dtype="<i4")
+                now = mover.placement
+                target = replace(now, physical_to_logical_map=physical.reshape(now.num_layers, -1))
+            self._asked_moves[mover.request(target)] = message.request_id
+        except (RuntimeError, ValueError) as error:
+            self._moves.append(MoveResult(message.request_id, "refused", str(error)))
+
+    def _ended_moves(self) -> tuple[MoveResult, ...]:
+        """Those that ended since the last call, by the numbers of the front end."""
+        ended, self._moves = self._moves, []
+        if self.engine.mover is not None:
+            results = self.engine.mover.results
+            ended += [
+                MoveResult(self._asked_moves.pop(result.request_id), result.outcome, result.reason)
+                for result in results
+            ]
+            results.clear()
+        return tuple(ended)
+
+    def _new_placement(self) -> PlacementReport | None:
+        """Where experts are, on rank 0 when it has changed."""
+        mover = self.engine.mover
+        if mover is None or self.rank != 0 or tuple(mover.versions) == self._reported_versions:
+            return None
+        self._reported_versions = tuple(mover.versions)
+        physical = mover.placement.physical_to_logical_map.astype("<i4").tobytes()
+        return PlacementReport(physical, self._reported_versions)
+
     def _report(self, outputs: list[SequenceOutput]) -> None:
         now_s = time.monotonic()
-        if not outputs and now_s - self._last_report_s < HEARTBEAT_S / 2:
+        mover = self.engine.mover
+        has_ended_moves = bool(self._moves or (mover is not None and mover.results))
+        if not outputs and not has_ended_moves and now_s - self._last_report_s < HEARTBEAT_S / 2:
             return
         self._last_report_s = now_s
         report = RankReport(
-            self.rank, self._epoch, tuple(outputs), self.engine.stats(), self.engine.take_expert_load()
+            self.rank,
+            self._epoch,
+            tuple(outputs),
+            self.engine.stats(),
+            self.engine.take_expert_load(),
+            None if mover is None else mover.stats(),
+            self._new_placement(),
+            self._ended_moves(),
         )
         self._socket.send(encode(report))

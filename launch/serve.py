@@ -35,7 +35,8 @@ from moe_runtime.engine.model_loader import (
     load_model,
     plan_model,
 )
-from moe_runtime.eplb.placement import ExpertPlacement, contiguous_placement
+from moe_runtime.engine.open_mover import open_mover
+from moe_runtime.eplb.placement_file import placement_to_json
 from moe_runtime.errors import CapacityError, CheckpointError, InvarianceError
 from moe_runtime.exit_codes import (
     EXIT_FAULT,
@@ -54,7 +55,7 @@ from moe_runtime.launch.rank_service import RankService
 from moe_runtime.launch.rank_watch import RankWatch
 from moe_runtime.launch.step_clock import StepClock
 from moe_runtime.planner.memory import check_fit, rank_memory
-from moe_runtime.server.config import ExpertsConfig, ServerConfig
+from moe_runtime.server.config import ServerConfig
 
 __all__ = ["main"]
 
@@ -230,8 +231,9 @@ def _serve(
                 transport=transport.name,
                 tensor_parallel=tensor_parallel,
             )
+        mover = open_mover(model, config.engine, group)
         with progress_bar("capturing graphs", shown=group.rank == 0) as on_capture:
-            engine = start_engine(model, deployment, config.engine, group, on_capture=on_capture)
+            engine = start_engine(model, deployment, config.engine, group, on_capture=on_capture, mover=mover)
     except CheckpointError as error:
         usage_error(str(error))
     except InvarianceError as error:
@@ -243,11 +245,14 @@ def _serve(
     logger.info("self-check passed: %d comparisons, equal bits", model.audit.num_comparisons)
     info: dict[str, str | int | float | bool | None] = {
         "num_kv_blocks": deployment.num_kv_blocks,
-        "num_local_experts": len(_placement(plan, group).local_logical_experts(group.rank)),
+        "num_local_experts": plan.placement.slots_per_rank[group.rank],
+        "num_redundant_experts": plan.placement.num_redundant_experts,
+        "initial_expert_placement": plan.placement.sha256,
         "tp_rank": tensor_parallel.rank,
         "device": _device_name(plan.device),
         "dispatcher": transport.name,
         "dispatcher_reason": transport.reason,
+        "rearrangement_spare_bytes": 0 if mover is None else mover.spare_bytes,
         "exchange_buffer_bytes": exchange_buffer_bytes(model, group),
         "num_self_check_comparisons": model.audit.num_comparisons,
         "start_s": round(time.monotonic() - start_s, 2),
@@ -263,6 +268,8 @@ def _serve(
     service.run()
     exit_code = service.exit_code
     service.close()
+    if mover is not None:
+        mover.close()
     watch.clock.numbers = str
     del engine, service
     gc.collect()  # captured graphs hold on to the communicators that end next
@@ -286,10 +293,17 @@ def _check_memory(plan: ModelPlan, num_blocks: int, group: RankGroup, tp: int) -
     if local_rank != 0 or plan.device.type != "cpu":
         return
     first = group.rank
-    placement = _placement(plan, group)
     block_bytes = kv_block_bytes(plan.config, plan.torch_dtype, tp)
     ranks = [
-        rank_memory(plan.config, placement, rank, num_blocks, block_bytes, tp)
+        rank_memory(
+            plan.config,
+            plan.placement,
+            rank,
+            num_blocks,
+            block_bytes,
+            tp,
+            moves_experts=not plan.fixed_reason,
+        )
         for rank in range(first, first + local_size)
     ]
     own = ranks[group.rank - first]
@@ -315,7 +329,7 @@ def _server_config(
     config: ServeConfig, plan: ModelPlan, deployment: Deployment, group: RankGroup
 ) -> ServerConfig:
     logger.info("%s", plan.multiple_reduction)
-    model, placement = plan.config, _placement(plan, group)
+    model = plan.config
     return ServerConfig(
         host=config.http.host,
         port=config.http.port,
@@ -325,16 +339,12 @@ def _server_config(
         world_size=group.size,
         tp=config.engine.tp,
         zmq_host=group.address,
+        expert_placement=placement_to_json(plan.placement) if plan.config.moe_layer_ids else None,
+        experts_fixed_reason=plan.fixed_reason,
         api_key=config.http.api_key,
         seed=config.engine.seed,
         drain_timeout_s=config.http.drain_timeout_s,
         heartbeat_timeout_s=config.http.heartbeat_timeout_s,
-        experts=ExpertsConfig(
-            num_moe_layers=len(model.moe_layer_ids),
-            num_experts=model.num_experts,
-            physical_to_logical=tuple(placement.physical_to_logical_map.tolist()),
-            first_expert=placement.first_expert,
-        ),
         slow_step_s=config.steps.slow_step_s,
         step_timeout_s=config.steps.step_timeout_s,
         log_format=config.log_format,
@@ -372,13 +382,6 @@ def _server_config(
             },
         },
     )
-
-
-def _placement(plan: ModelPlan, group: RankGroup) -> ExpertPlacement:
-    """The experts of the ranks that are processes: one that plays several holds all of theirs."""
-    if plan.placement.ep_size == group.size:
-        return plan.placement
-    return contiguous_placement(plan.config.num_experts, group.size)
 
 
 def _device_name(device: torch.device) -> str:

@@ -13,6 +13,7 @@ from moe_runtime.comm.transports import EXCHANGE_TIMEOUT_S, TransportName
 from moe_runtime.engine.config import EngineConfig
 from moe_runtime.engine.cpu_runner import CpuRunner
 from moe_runtime.engine.engine import Engine
+from moe_runtime.engine.expert_mover import ExpertMover
 from moe_runtime.engine.follower import Follower
 from moe_runtime.engine.kv_cache import KVCache, default_num_blocks, gpu_num_blocks
 from moe_runtime.engine.model_loader import LoadedModel, ModelPlan
@@ -82,6 +83,7 @@ def start_engine(
     group: RankGroup,
     *,
     on_capture: Callable[[int, int], None] | None = None,
+    mover: ExpertMover | None = None,
 ) -> Engine | Follower:
     """An engine around loaded weights; a follower on all ranks of a tensor-parallel group but the first. A collective.
 
@@ -91,14 +93,17 @@ def start_engine(
         config: Limits of a step.
         group: The ranks.
         on_capture: Told (CUDA graphs captured, in total); None captures them when first needed.
+        mover: From ``open_mover``.
 
     Raises:
         CapacityError: memory ran out somewhere; on all ranks alike, and the decoder is as before.
     """
     runner = _runner(model, deployment, config, group, on_capture)
+    if mover is not None:
+        mover.attach(runner.expert_load)
     tensor_parallel = model.tensor_parallel
     if not tensor_parallel.is_first:
-        return Follower(runner, group, tensor_parallel)
+        return Follower(runner, group, tensor_parallel, mover)
     return Engine(
         runner,
         deployment.num_kv_blocks,
@@ -108,6 +113,7 @@ def start_engine(
         group,
         model.plan.config.eos_token_ids,
         tensor_parallel,
+        mover,
     )
 
 

@@ -38,6 +38,14 @@ class EngineConfig:
         invariance: ``topology``: a request's bits depend on nothing but the request, on any number of ranks.
             ``batch``: the same for one fixed deployment. Several ranks then pre-sum the slots that each holds, so
             that fewer bytes travel; bits depend on their number.
+        num_redundant_experts: Physical experts of every layer beyond one per logical expert, to spread the load of
+            those that many tokens choose; copies change no bit. Level ``batch`` then adds at the home rank.
+        initial_placement: A placement file (docs/eplb.md) that says which rank holds which experts; by default
+            consecutive ids.
+        rearrange_interval: Steps between moves of experts that even out the load while serving; 0 for none but those
+            asked for. Moving changes no bit. Level ``batch`` then adds at the home rank.
+        rearrange_target: Balancedness (mean over peak load of the ranks) that a move reaches in each layer where it
+            can, in (0, 1]; layers that have it stay.
         seed: Seeds dummy weights, and the seeds given to requests that bring none; by default those are random.
     """
 
@@ -56,6 +64,10 @@ class EngineConfig:
     loopback_ranks: int = 8
     tp: int = 1
     invariance: Literal["topology", "batch"] = "topology"
+    num_redundant_experts: int = 0
+    initial_placement: str | None = None
+    rearrange_interval: int = 0
+    rearrange_target: float = 0.95
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -70,6 +82,11 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} ({value}) must be at least 1")
+        for name in ("num_redundant_experts", "rearrange_interval"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} ({getattr(self, name)}) must be at least 0")
+        if not 0.001 <= self.rearrange_target <= 1:
+            raise ValueError(f"rearrange_target ({self.rearrange_target}) must be in [0.001, 1]")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization ({self.gpu_memory_utilization}) must be in (0, 1]")
         if self.seed is not None and not SEED_MIN <= self.seed <= SEED_MAX:

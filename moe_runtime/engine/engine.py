@@ -20,6 +20,7 @@ from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.tensor_parallel import TensorParallel
 from moe_runtime.engine.batch import plan_step, wanted_rows
 from moe_runtime.engine.block_manager import BlockManager
+from moe_runtime.engine.expert_mover import ExpertMover
 from moe_runtime.engine.messages import RankStats, SequenceOutput
 from moe_runtime.engine.request import Request
 from moe_runtime.engine.runner import LaunchedStep, Runner
@@ -41,6 +42,7 @@ class Engine:
         group: The expert-parallel group; every rank calls ``step`` equally often.
         eos_token_ids: Ids that end a sequence.
         tensor_parallel: The ranks that run this one's steps with it; by default none.
+        mover: Moves experts between steps; None where they stay.
     """
 
     def __init__(
@@ -51,8 +53,10 @@ class Engine:
         group: RankGroup,
         eos_token_ids: SequenceOf[int],
         tensor_parallel: TensorParallel | None = None,
+        mover: ExpertMover | None = None,
     ) -> None:
         self.tensor_parallel = tensor_parallel or TensorParallel()
+        self.mover = mover
         assert self.tensor_parallel.is_first, "the other ranks of a group have a Follower"
         self.runner = runner
         self.group = group
@@ -104,9 +108,12 @@ class Engine:
             num_unfinished=self.scheduler.num_unfinished + num_pending,
             epoch=epoch,
             drain=int(drain),
+            **({} if self.mover is None else self.mover.vector_fields()),
         )
         self.last_vector = vector
         view = exchange_step(vector, self.group, self.tensor_parallel.size)
+        if self.mover is not None:
+            self.mover.boundary(view)
         if view.is_empty:
             return view, outputs + self._collect()
         if plan is not None:

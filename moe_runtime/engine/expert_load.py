@@ -27,6 +27,10 @@ class ExpertLoad(ABC):
         self._last_take_s = -TAKE_INTERVAL_S
 
     @abstractmethod
+    def tensor(self) -> torch.Tensor:
+        """``[num_moe_layers, num_experts]`` int64, where it is added to while steps run."""
+
+    @abstractmethod
     def take(self) -> bytes | None:
         """The counts, little-endian, if a step has run since those given last and these are ``TAKE_INTERVAL_S`` old.
 
@@ -49,6 +53,10 @@ class HostExpertLoad(ExpertLoad):
         super().__init__()
         self.counts = np.zeros(num_moe_layers * num_experts, dtype=np.int64)
         self._first = (np.arange(num_moe_layers) * num_experts)[:, None]
+
+    def tensor(self) -> torch.Tensor:
+        """See ``ExpertLoad.tensor``."""
+        return torch.from_numpy(self.counts).view(self._first.shape[0], -1)
 
     def add(self, routing: torch.Tensor) -> None:
         """Count ``[num_moe_layers, T, K]`` int16, every row a real token's."""
@@ -77,6 +85,10 @@ class DeviceExpertLoad(ExpertLoad):
         self._host = torch.zeros(counts.shape, dtype=counts.dtype, pin_memory=counts.device.type == "cuda")
         self._copied: torch.cuda.Event | None = None
         self._is_copying = False
+
+    def tensor(self) -> torch.Tensor:
+        """See ``ExpertLoad.tensor``."""
+        return self.counts
 
     def step_launched(self) -> None:
         """A step that counts has been launched."""

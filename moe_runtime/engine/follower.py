@@ -10,6 +10,7 @@ import time
 
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.tensor_parallel import TensorParallel
+from moe_runtime.engine.expert_mover import ExpertMover
 from moe_runtime.engine.messages import RankStats, SequenceOutput
 from moe_runtime.engine.request import Request
 from moe_runtime.engine.runner import Runner
@@ -26,13 +27,21 @@ class Follower:
         runner: Runs the steps.
         group: The expert-parallel group; every rank calls ``step`` equally often.
         tensor_parallel: The rank's tensor-parallel group.
+        mover: Moves experts between steps; None where they stay.
     """
 
-    def __init__(self, runner: Runner, group: RankGroup, tensor_parallel: TensorParallel) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        group: RankGroup,
+        tensor_parallel: TensorParallel,
+        mover: ExpertMover | None = None,
+    ) -> None:
         assert not tensor_parallel.is_first, "the first rank of a group has an Engine"
         self.runner = runner
         self.group = group
         self.tensor_parallel = tensor_parallel
+        self.mover = mover
         self.num_steps = 0
         self.num_computed_tokens = 0
         self.last_step_ms = 0.0
@@ -62,7 +71,10 @@ class Follower:
         assert num_pending == 0, "requests go to the group's first rank"
         start = time.perf_counter()
         size = self.tensor_parallel.size
-        view = exchange_step(StepVector(epoch=epoch, drain=int(drain)), self.group, size)
+        moves = {} if self.mover is None else self.mover.vector_fields()
+        view = exchange_step(StepVector(epoch=epoch, drain=int(drain), **moves), self.group, size)
+        if self.mover is not None:
+            self.mover.boundary(view)
         if view.is_empty:
             return view, []
         num_items = view.vectors[self.group.rank - self.tensor_parallel.rank].num_plan_items

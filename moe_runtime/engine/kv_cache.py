@@ -77,12 +77,19 @@ def gpu_num_blocks(
     """
     model, item_bytes = plan.config, plan.torch_dtype.itemsize
     free_bytes, _ = torch.cuda.mem_get_info(plan.device)
-    num_local = -(-model.num_experts // num_ranks)
+    placement = plan.placement
+    num_slots = max(placement.slots_per_rank) if num_ranks > 1 else placement.num_physical_experts
     num_weights = sum(
-        prod(spec.shape)
+        prod(spec.shape) * (1 if spec.logical_expert_id is None else num_slots)
         for spec in tensor_specs(model)
-        if spec.logical_expert_id is None or spec.logical_expert_id < num_local
+        if not spec.logical_expert_id
     )
+    if not plan.fixed_reason:  # room for the experts of one layer that are on their way
+        num_weights += num_slots * sum(
+            prod(spec.shape)
+            for spec in tensor_specs(model)
+            if spec.logical_expert_id == 0 and spec.layer_idx == model.moe_layer_ids[0]
+        )
     query = model.num_attention_heads * model.head_dim
     row_items = 4 * model.hidden_size + 3 * query + 2 * model.num_kv_heads * model.head_dim
     buffer_bytes = config.max_num_batched_tokens * row_items * item_bytes

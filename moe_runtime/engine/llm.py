@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, fields, replace
 
@@ -25,14 +25,18 @@ from moe_runtime.comm.transports import open_transport
 from moe_runtime.engine.backend import Deployment, plan_deployment, start_engine
 from moe_runtime.engine.config import EngineConfig
 from moe_runtime.engine.engine import Engine
+from moe_runtime.engine.expert_mover import ExpertMover
 from moe_runtime.engine.follower import Follower
 from moe_runtime.engine.generation_config import sampling_defaults
 from moe_runtime.engine.messages import SequenceOutput, TokenLogprobs
 from moe_runtime.engine.model_loader import LoadedModel, load_model, plan_model
+from moe_runtime.engine.open_mover import open_mover
 from moe_runtime.engine.request import Request, SamplingParams, choice_seed, make_request, reported_seed
 from moe_runtime.engine.routed_experts import RoutedExperts, join_routed_experts, num_routed_tokens
+from moe_runtime.engine.scheduled_moves import ScheduledMoves
 from moe_runtime.engine.text import TextStream
 from moe_runtime.engine.tokenizer import Tokenizer
+from moe_runtime.eplb.placement import ModelPlacement
 from moe_runtime.errors import CapacityError, CheckpointError
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput"]
@@ -129,6 +133,9 @@ class LLM:
         except CheckpointError:
             # Token ids in, token ids out needs no tokenizer; text prompts are refused where there is none.
             self.tokenizer = None
+        self._mover: ExpertMover | None = None
+        if self.config.rearrange_interval:
+            self._mover = open_mover(self.model, self.config, self.group)
         self._start_engine(deployment)
 
     @classmethod
@@ -159,6 +166,11 @@ class LLM:
             raise RuntimeError("the engine is stopped; reconfigure starts one")
         return self._engine
 
+    @property
+    def placement(self) -> ModelPlacement:
+        """Where the experts of every layer are now."""
+        return self.model.plan.placement if self._mover is None else self._mover.placement
+
     def stop_engine(self) -> None:
         """Give up the KV cache and the graphs, as for another model that needs the room; the weights stay.
 
@@ -171,6 +183,8 @@ class LLM:
     def close(self) -> None:
         """``stop_engine`` for good, and end this model's links between ranks, not torch.distributed; a collective."""
         self.stop_engine()
+        if self._mover is not None:
+            self._mover.close()
         # Nobody's links end while another rank still takes rows from them.
         replace(self.group, links=None).all_gather(torch.zeros(1))
         for links in (self.group.links, self.model.tensor_parallel.group.links):
@@ -180,7 +194,7 @@ class LLM:
     def _start_engine(self, deployment: Deployment) -> None:
         self.deployment = deployment
         self.limits = deployment.limits
-        self._engine = start_engine(self.model, deployment, self.config, self.group)
+        self._engine = start_engine(self.model, deployment, self.config, self.group, mover=self._mover)
 
     def reconfigure(
         self,
@@ -241,6 +255,7 @@ class LLM:
         *,
         ranks: SequenceOf[int] | None = None,
         arrival_steps: SequenceOf[int] | None = None,
+        moves: Mapping[int, ModelPlacement | None] | None = None,
         on_finished: Callable[[int], None] | None = None,
     ) -> list[RequestOutput]:
         """Run requests to their end; under torchrun a collective of all ranks with equal arguments.
@@ -251,6 +266,8 @@ class LLM:
                 ``default_sampling_params()``.
             ranks: Group of ``tp`` ranks that serves each prompt, by default a rank; by default they take turns.
             arrival_steps: Step at which each prompt arrives; by default all at the first.
+            moves: By step of this call, a placement that experts are moved to from then on, or None for one that evens
+                out the load so far; one layer a step, as soon as the move before is complete. No result depends on it.
             on_finished: Told the number of this rank's prompts that have finished.
 
         Returns:
@@ -259,7 +276,12 @@ class LLM:
         Raises:
             InvalidRequestError: a prompt or a parameter breaks a rule; nothing has run.
             CheckpointError: ``params`` is None and ``default_sampling_params`` refuses.
+            ValueError: ``moves`` is for other experts or ranks, or experts stay here.
+            MoveError: a move failed.
         """
+        if moves:
+            self._require_mover()
+        scheduled = ScheduledMoves(self._mover, moves or {}, self.group.rank)
         if params is None:
             params = self.default_sampling_params()
         if isinstance(params, SamplingParams):
@@ -286,7 +308,7 @@ class LLM:
             if owner[i] % self.num_engines * self.config.tp == self.group.rank
         )
         try:
-            finished = self._run([(step, requests[i]) for step, i in mine], on_finished)
+            finished = self._run([(step, requests[i]) for step, i in mine], on_finished, scheduled)
         except BaseException:
             self.engine.abort_all()  # or what is left would answer requests of the next call
             raise
@@ -322,6 +344,15 @@ class LLM:
         )
         return self.tokenizer.encode(text, add_special_tokens=False)
 
+    def _require_mover(self) -> None:
+        reason = self.model.plan.fixed_reason
+        if reason:
+            raise ValueError(f"moves must be left out: {reason}")
+        if self._mover is None:
+            self._mover = self.engine.mover = open_mover(self.model, self.config, self.group)
+            assert self._mover is not None, "experts may be moved"
+            self._mover.attach(self.engine.runner.expert_load)
+
     def _fallback_seed(self, index: int) -> int | None:
         return None if self.config.seed is None else choice_seed(self.config.seed, index + 1) >> 1
 
@@ -333,16 +364,20 @@ class LLM:
         return self.tokenizer.encode(prompt, add_special_tokens=True)
 
     def _run(
-        self, arrivals: list[tuple[int, Request]], on_finished: Callable[[int], None] | None
+        self,
+        arrivals: list[tuple[int, Request]],
+        on_finished: Callable[[int], None] | None,
+        moves: ScheduledMoves,
     ) -> dict[str, RequestOutput]:
         """Step with all ranks until nothing is left anywhere; returns this rank's results."""
         collectors = {request.request_id: _Collector(request, self.tokenizer) for _, request in arrivals}
         pending = list(reversed(arrivals))
         step = 0
         while True:
+            moves.ask(step)
             while pending and pending[-1][0] <= step:
                 self.engine.add_request(pending.pop()[1])
-            view, outputs = self.engine.step(num_pending=len(pending))
+            view, outputs = self.engine.step(num_pending=len(pending) + moves.num_pending)
             step += 1
             for output in outputs:
                 collector = collectors[output.request_id]
@@ -351,6 +386,7 @@ class LLM:
             if on_finished is not None:
                 on_finished(sum(collector.is_finished for collector in collectors.values()))
             if view.may_sleep:
+                moves.finish()
                 return {request_id: collector.result() for request_id, collector in collectors.items()}
 
 

@@ -18,10 +18,14 @@ __all__ = [
     "AbortRequest",
     "AddRequest",
     "Drain",
+    "MoveExperts",
+    "MoveResult",
+    "PlacementReport",
     "RankMessage",
     "RankReady",
     "RankReport",
     "RankStats",
+    "RearrangementStats",
     "ReportMessage",
     "SequenceOutput",
     "TokenLogprobs",
@@ -104,6 +108,68 @@ class Drain(msgspec.Struct, frozen=True, tag="drain"):
     exit_code: int = 0
 
 
+class MoveExperts(msgspec.Struct, frozen=True, tag="move"):
+    """Move experts (rank 0): to ``physical_to_logical_map``, or without one to where they even out the load.
+
+    The map is little-endian int32 ``[num_moe_layers, num_physical]``; ``RankReport.moves`` says how it ended.
+    """
+
+    epoch: int
+    request_id: int
+    physical_to_logical_map: bytes | None = None
+
+
+class MoveResult(msgspec.Struct, frozen=True, array_like=True):
+    """How a move that was asked for has ended.
+
+    ``outcome`` is ``succeeded``, ``failed`` or ``abandoned`` (the ranks leave), both with layers moved that stay so, or
+    ``refused``: none has started. ``reason`` is empty where it succeeded.
+    """
+
+    request_id: int
+    outcome: str
+    reason: str = ""
+
+
+class RearrangementStats(msgspec.Struct, frozen=True):
+    """Moves of experts on one rank since its start (engine/expert_mover.py).
+
+    Attributes:
+        state: ``idle``, ``planning``, ``moving``, or ``broken``: no further move can start.
+        outcomes: Moves by outcome.
+        last_fault: How the latest move ended, and why; empty where it succeeded.
+        last_success_age_s: Time since the latest success; None before the first.
+        num_bytes: Of weights that have come from other ranks.
+        num_layers: Layers swapped.
+        stall_s: Time that swaps have taken from steps.
+        num_layers_done, num_layers_to_move: Of the move under way, 0 without one.
+        balancedness_before, balancedness_after: Of the latest success, under the loads that it was planned by.
+        spare_bytes: Memory set aside for moves.
+        placement_sha256: Hash of where experts are now.
+    """
+
+    state: str = "idle"
+    outcomes: dict[str, int] = {}
+    last_fault: str = ""
+    last_success_age_s: float | None = None
+    num_bytes: int = 0
+    num_layers: int = 0
+    stall_s: float = 0.0
+    num_layers_done: int = 0
+    num_layers_to_move: int = 0
+    balancedness_before: float = 1.0
+    balancedness_after: float = 1.0
+    spare_bytes: int = 0
+    placement_sha256: str = ""
+
+
+class PlacementReport(msgspec.Struct, frozen=True):
+    """Where experts are: the map as in ``MoveExperts``, and how often each layer has changed since the start."""
+
+    physical_to_logical_map: bytes
+    versions: tuple[int, ...]
+
+
 class RankStats(msgspec.Struct, frozen=True):
     """State of one rank after a step.
 
@@ -135,6 +201,8 @@ class RankReport(msgspec.Struct, frozen=True, tag="report"):
 
     ``expert_load`` comes now and then (engine/expert_load.py): pairs counted on this rank since its start, by layer and
     logical expert, as little-endian int64 ``[num_moe_layers, num_experts]``; None where there is nothing new.
+    ``rearrangement`` is None where no experts can move. ``placement`` comes from rank 0, when it has changed; ``moves``
+    are the requests that ended since the report before.
     """
 
     rank: int
@@ -142,9 +210,12 @@ class RankReport(msgspec.Struct, frozen=True, tag="report"):
     outputs: tuple[SequenceOutput, ...]
     stats: RankStats
     expert_load: bytes | None = None
+    rearrangement: RearrangementStats | None = None
+    placement: PlacementReport | None = None
+    moves: tuple[MoveResult, ...] = ()
 
 
-RankMessage = AddRequest | AbortRequest | Wake | Drain
+RankMessage = AddRequest | AbortRequest | Wake | Drain | MoveExperts
 ReportMessage = RankReady | RankReport
 
 _encoder = msgspec.msgpack.Encoder()

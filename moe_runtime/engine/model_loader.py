@@ -20,11 +20,12 @@ from moe_runtime.comm.multiple_reduction import MultipleReduction, resolve_multi
 from moe_runtime.comm.tensor_parallel import TensorParallel, check_tp
 from moe_runtime.comm.transports import TransportName
 from moe_runtime.engine.config import EngineConfig
-from moe_runtime.engine.expert_weights import is_local, make_moe
-from moe_runtime.eplb.placement import ExpertPlacement, contiguous_placement
+from moe_runtime.engine.expert_weights import initial_placement, layer_replicas, local_specs, make_moe
+from moe_runtime.eplb.placement import ModelPlacement
 from moe_runtime.errors import InvarianceError
 from moe_runtime.kernels.audit import AuditReport, audit_shapes
 from moe_runtime.kernels.golden_digests import cpu_key
+from moe_runtime.kernels.replicas import Replicas
 from moe_runtime.layers.decoder import Decoder
 from moe_runtime.layers.row_parallel import Level, row_parallel_shape, shard_width
 from moe_runtime.models.checkpoint import Checkpoint
@@ -76,9 +77,20 @@ class ModelPlan:
     dtype: Dtype
     max_model_len: int
     device: torch.device
-    placement: ExpertPlacement
+    placement: ModelPlacement
     multiple_reduction: MultipleReduction
     fingerprint: str
+
+    @property
+    def fixed_reason(self) -> str:
+        """Why experts stay where they are; empty where they may be moved."""
+        if not self.config.moe_layer_ids:
+            return "the model has no experts"
+        if self.placement.ep_size == 1:
+            return "one EP rank holds all experts"
+        if self.multiple_reduction.enabled:
+            return "multiple_reduction is on, and bits depend on which experts share a rank; set rearrange_interval"
+        return ""
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -104,7 +116,7 @@ class LoadedModel:
 
 
 def plan_model(
-    engine_config: EngineConfig, group: RankGroup | None = None, *, placement: ExpertPlacement | None = None
+    engine_config: EngineConfig, group: RankGroup | None = None, *, placement: ModelPlacement | None = None
 ) -> ModelPlan:
     """Read a model's configuration and file headers, and settle all that is known without weights. Reads no weights.
 
@@ -143,26 +155,27 @@ def plan_model(
         raise ValueError(f"dtype ({dtype}) must be bfloat16 with dispatcher deepep")
     if device.type == "cuda":
         _check_gpu_rows(config, engine_config.max_num_batched_tokens, ep_size)
-        if placement is not None and (placement.physical_to_logical_map != range(config.num_experts)).any():
-            raise ValueError(
-                "placement must hold every expert once, in ascending order, on GPUs: ids are not mapped there"
-            )
-    placement = placement or contiguous_placement(config.num_experts, ep_size)
+    placement = placement or initial_placement(
+        config, ep_size, engine_config.num_redundant_experts, engine_config.initial_placement
+    )
     if placement.ep_size != ep_size:
         raise ValueError(f"placement is for {placement.ep_size} ranks; must be for ep_size ({ep_size})")
-    # No setting moves experts yet, so the interval is 0.
     multiple_reduction = resolve_multiple_reduction(
         engine_config.invariance,
-        len(placement.physical_to_logical_map) - placement.num_logical_experts,
-        0,
+        placement.num_redundant_experts,
+        engine_config.rearrange_interval,
         ep_size=ep_size,
         transport_can=True,
     )
+    if engine_config.rearrange_interval and (ep_size == 1 or not config.moe_layer_ids):
+        raise ValueError(
+            f"rearrange_interval ({engine_config.rearrange_interval}) must be 0 where "
+            + ("one EP rank holds all experts" if config.moe_layer_ids else "the model has no experts")
+        )
     with _open(model_dir, dtype, engine_config, tensor_specs(config), device) as source:
         identity = f"{source.fingerprint()} {dtype} {NUMERICS_VERSION} {device_architecture(device)}"
     if multiple_reduction.enabled:
-        # The order of a rank's experts changes no bit: slots ascend.
-        identity += f" {[sorted(placement.local_logical_experts(rank)) for rank in range(ep_size)]}"
+        identity += f" {_experts_by_rank(placement)}"
     if tp > 1 and engine_config.invariance == "batch":
         identity += f" batch tp={tp}"
     return ModelPlan(
@@ -222,7 +235,7 @@ def load_model(
             group, placement.first_expert, config.num_experts_per_tok, presums=presums
         )
     specs = tensor_specs(config)
-    wanted = [spec for spec in specs if is_local(spec, placement, group.rank)]
+    wanted = local_specs(config, placement, group.rank)
     with _open(plan.model_dir, plan.dtype, engine_config, specs, plan.device) as source:
         weights = _WeightReader(source, wanted, on_progress)
 
@@ -234,7 +247,12 @@ def load_model(
             config,
             read,
             lambda layer_idx: make_moe(
-                config, placement, group.rank, dispatcher, lambda role, expert: read(role, layer_idx, expert)
+                config,
+                placement,
+                config.moe_layer_ids.index(layer_idx),
+                group.rank,
+                dispatcher,
+                lambda role, expert: read(role, layer_idx, expert),
             ),
             dtype,
             plan.max_model_len,
@@ -286,11 +304,18 @@ def load_on_gpu(
     tp = tensor_parallel or TensorParallel()
     assert tp.size == engine_config.tp, f"a group of {tp.size} ranks, tp ({engine_config.tp})"
     placement, specs = plan.placement, tensor_specs(plan.config)
-    local_experts: Sequence[int] | None = None
+    local_experts: Sequence[Sequence[int]] | None = None
+    replicas: Sequence[Replicas] | None = None
     wanted: Sequence[TensorSpec] = specs
-    if transport != "loopback":  # which holds the experts of all virtual ranks
-        local_experts = placement.local_logical_experts(group.rank)
-        wanted = [spec for spec in specs if is_local(spec, placement, group.rank)]
+    if placement.ep_size > 1:  # one rank needs no maps: its experts stand by their logical ids
+        layers = range(placement.num_layers)
+        if transport == "loopback":  # which holds the experts of all virtual ranks
+            local_experts = placement.physical_to_logical_map.tolist()
+        else:
+            local_experts = [placement.layer(i).local_logical_experts(group.rank) for i in layers]
+            wanted = local_specs(plan.config, placement, group.rank)
+        if not (placement.is_identity and plan.fixed_reason):
+            replicas = [layer_replicas(placement, i, plan.device) for i in layers]
     with _open(plan.model_dir, plan.dtype, engine_config, specs, plan.device) as source:
         weights = _WeightReader(source, wanted, on_progress)
 
@@ -306,6 +331,7 @@ def load_on_gpu(
             plan.device,
             schedules,
             local_experts,
+            replicas,
             make_gpu_experts(plan, group, transport, schedules),
             tp.on_device,
             engine_config.invariance,
@@ -404,6 +430,15 @@ def device_architecture(device: torch.device) -> str:
         return f"cpu {cpu_key()}"
     major, minor = torch.cuda.get_device_capability(device)
     return f"cuda-sm{major}{minor}"
+
+
+def _experts_by_rank(placement: ModelPlacement) -> str:
+    """What sums of pre-summed rows depend on; the order of a rank's experts does not count, since slots ascend."""
+    layers = [
+        [sorted(layer.local_logical_experts(rank)) for rank in range(placement.ep_size)]
+        for layer in map(placement.layer, range(placement.num_layers))
+    ]
+    return str(layers[0] if all(layer == layers[0] for layer in layers) else layers)
 
 
 def _gemm_shapes(config: ModelConfig, tp: int, level: Level) -> list[tuple[int, int, str]]:

@@ -29,6 +29,8 @@ class StepVector:
         num_unfinished: Sequences waiting or running, before the step.
         epoch: Latest message epoch it has seen.
         drain: 1 when it has been told to leave once nothing is left.
+        move_request: Moves of experts asked for so far, on rank 0.
+        move_stage: How far its thread is with the move of experts under way (engine/expert_mover.py); 0 for none.
     """
 
     num_tokens: int = 0
@@ -37,6 +39,8 @@ class StepVector:
     num_unfinished: int = 0
     epoch: int = 0
     drain: int = 0
+    move_request: int = 0
+    move_stage: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +73,9 @@ class StepView:
 
     @property
     def may_sleep(self) -> bool:
-        """Nothing to do anywhere and no message that some rank has not seen."""
-        return not any(v.num_unfinished for v in self.vectors) and len({v.epoch for v in self.vectors}) == 1
+        """Nothing to do anywhere, no experts on their way, and no message that some rank has not seen."""
+        is_busy = any(v.num_unfinished or v.move_stage for v in self.vectors)
+        return not is_busy and len({v.epoch for v in self.vectors}) == 1
 
     @property
     def may_leave(self) -> bool:

@@ -35,6 +35,7 @@ from moe_runtime.kernels.gemm_triton import dense_gemm, dense_gemm_parts, vendor
 from moe_runtime.kernels.gpu_schedules import GpuSchedules, device_kind
 from moe_runtime.kernels.norm_triton import embed_norm, merge_residual_norm, rms_norm
 from moe_runtime.kernels.prefill_attention_triton import RowSchedule, attend_rows
+from moe_runtime.kernels.replicas import Replicas
 from moe_runtime.kernels.rope_write_triton import rope_and_write
 from moe_runtime.kernels.router_triton import router_logits
 from moe_runtime.kernels.topk_triton import topk
@@ -130,7 +131,9 @@ class CudaDecoder:
         max_rows: Most tokens of a step.
         device: Where everything lives.
         schedules: The device's table; by default the one without an audit.
-        local_experts: Logical experts to load; by default all.
+        local_experts: By layer, the logical experts of this process in the order of its physical ones; by default all.
+        replicas: By layer, where every logical expert's copies are, on the device; by default physical experts have the
+            numbers of logical ones.
         make_experts: Runs them, and gets rows from and to other ranks; by default all are here.
         tensor_parallel: Ranks that share the attention, able to move tensors of the device; by default this one.
         level: Invariance level.
@@ -150,7 +153,8 @@ class CudaDecoder:
         max_rows: int,
         device: torch.device,
         schedules: GpuSchedules | None = None,
-        local_experts: SequenceOf[int] | None = None,
+        local_experts: SequenceOf[SequenceOf[int]] | None = None,
+        replicas: SequenceOf[Replicas] | None = None,
         make_experts: ExpertsMaker | None = None,
         tensor_parallel: TensorParallel | None = None,
         level: Level = "topology",
@@ -190,13 +194,14 @@ class CudaDecoder:
                 layer_idx,
                 load,
                 read,
-                local_experts,
+                None if local_experts is None else local_experts[layer_idx],
                 device,
                 self.heads,
                 None if self.adds_shards else own_hidden,
             )
             for layer_idx in range(config.num_layers)
         ]
+        self.replicas = replicas or [None] * config.num_layers
         norms = [layer.input_norm for layer in self.layers[1:]]
         self.next_norms = [*norms, load("final_norm").float()]
         if tp.size > 1:  # the first move connects the ranks, which cannot be captured in a graph
@@ -402,7 +407,8 @@ class CudaDecoder:
         topk(
             logits, num_tokens, config.num_experts_per_tok, config.norm_topk_prob,
             routed.ids, routed.weights, routed.slot_table,
-            routing=self.buffers.routing[layer.layer_idx, :num_home], schedule=table.topk(num_home), pdl=pdl,
+            routing=self.buffers.routing[layer.layer_idx, :num_home], replicas=self.replicas[layer.layer_idx],
+            schedule=table.topk(num_home), pdl=pdl,
         )  # fmt: skip
         experts.run(layer.layer_idx, layer.experts, shape, num_tokens, residual, next_norm, normed, pdl=pdl)
         if tp.size > 1:

@@ -63,7 +63,12 @@ class LayerExperts:
         hidden, width, count = config.hidden_size, config.moe_intermediate_size, len(local_experts)
         w13 = torch.empty(count, 2 * width, hidden, dtype=dtype, device=device)
         w2 = torch.empty(count, hidden, width, dtype=dtype, device=device)
+        first: dict[int, int] = {}
         for local, expert in enumerate(local_experts):
+            if first.setdefault(expert, local) != local:  # a copy: what has been read is not read again
+                w13[local].copy_(w13[first[expert]])
+                w2[local].copy_(w2[first[expert]])
+                continue
             w13[local, :width].copy_(read("gate_proj", expert))
             w13[local, width:].copy_(read("up_proj", expert))
             w2[local].copy_(read("down_proj", expert))

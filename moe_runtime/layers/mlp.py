@@ -11,6 +11,7 @@ from moe_runtime.comm.tensor_parallel import TensorParallel
 from moe_runtime.kernels.activation import swiglu
 from moe_runtime.kernels.gemm import PARTS, linear, pack_weight
 from moe_runtime.kernels.grouped_gemm import PackedExpert, expert_rows
+from moe_runtime.kernels.replicas import Replicas
 from moe_runtime.kernels.router import route, router_logits
 from moe_runtime.layers.row_parallel import Level, RowParallel, shard_width
 
@@ -59,8 +60,8 @@ class MoE:
 
     Args:
         router: ``[num_experts, hidden]`` router weight.
-        experts: This rank's physical experts.
-        logical_to_physical: ``[num_experts]`` int64.
+        experts: This rank's physical experts; a move of experts exchanges some between steps.
+        replicas: Where every logical expert's copies are.
         dispatcher: Moves rows; every rank takes part for every layer.
         num_topk: Experts per token.
         norm_topk_prob: Renormalise the chosen weights.
@@ -69,15 +70,15 @@ class MoE:
     def __init__(
         self,
         router: torch.Tensor,
-        experts: Sequence[PackedExpert],
-        logical_to_physical: torch.Tensor,
+        experts: list[PackedExpert],
+        replicas: Replicas,
         dispatcher: SummingDispatcher,
         num_topk: int,
         norm_topk_prob: bool,
     ) -> None:
         self.router = pack_weight(router, PARTS["router"])
         self.experts = experts
-        self.logical_to_physical = logical_to_physical
+        self.replicas = replicas
         self.dispatcher = dispatcher
         self.num_topk = num_topk
         self.norm_topk_prob = norm_topk_prob
@@ -93,7 +94,7 @@ class MoE:
             ``[T, hidden]`` in the model dtype, and the logical experts ``[T, K]`` int64 chosen.
         """
         topk_idx, topk_weights = route(router_logits(x, self.router), self.num_topk, self.norm_topk_prob)
-        physical_idx = self.logical_to_physical[topk_idx]
+        physical_idx = self.replicas.physical(topk_idx)
         received = self.dispatcher.dispatch(x, physical_idx, topk_weights, tokens_per_rank)
         rows = expert_rows(
             received.x_ep_local,

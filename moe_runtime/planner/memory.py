@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
-from moe_runtime.engine.expert_weights import is_local
-from moe_runtime.eplb.placement import ExpertPlacement
+from moe_runtime.engine.expert_weights import num_local_elements
+from moe_runtime.eplb.placement import ModelPlacement
 from moe_runtime.errors import CapacityError
 from moe_runtime.models.head_shard import num_local_kv_heads
 from moe_runtime.models.model_config import ModelConfig, TensorSpec
@@ -38,24 +38,28 @@ class RankMemory:
     Attributes:
         weight_bytes: Packed weights, dense ones and this rank's experts.
         kv_bytes: KV cache.
+        spare_bytes: Room for one layer's experts that are on their way, where experts may be moved.
     """
 
     weight_bytes: int
     kv_bytes: int
+    spare_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
-        """Both together; activations are small beside them."""
-        return self.weight_bytes + self.kv_bytes
+        """All together; activations are small beside them."""
+        return self.weight_bytes + self.kv_bytes + self.spare_bytes
 
 
 def rank_memory(
     config: ModelConfig,
-    placement: ExpertPlacement,
+    placement: ModelPlacement,
     rank: int,
     num_kv_blocks: int,
     kv_block_bytes: int,
     tp: int = 1,
+    *,
+    moves_experts: bool = False,
 ) -> RankMemory:
     """What one rank will hold.
 
@@ -66,16 +70,27 @@ def rank_memory(
         num_kv_blocks: Blocks of its cache.
         kv_block_bytes: Bytes of a block over all layers.
         tp: Ranks over which the weights of attention, dense layers, embedding and head are spread.
+        moves_experts: Whether experts may be moved while serving.
     """
     num_elements = sum(
-        _local_elements(spec, config, tp) for spec in tensor_specs(config) if is_local(spec, placement, rank)
+        _local_elements(spec, num, config, tp) for spec, num in num_local_elements(config, placement, rank)
     )
-    return RankMemory(weight_bytes=num_elements * PACKED_ITEM_BYTES, kv_bytes=num_kv_blocks * kv_block_bytes)
+    num_spare = 0
+    if moves_experts:
+        num_spare = placement.slots_per_rank[rank] * sum(
+            prod(spec.shape)
+            for spec in tensor_specs(config)
+            if spec.logical_expert_id == 0 and spec.layer_idx == config.moe_layer_ids[0]
+        )
+    return RankMemory(
+        weight_bytes=num_elements * PACKED_ITEM_BYTES,
+        kv_bytes=num_kv_blocks * kv_block_bytes,
+        spare_bytes=num_spare * PACKED_ITEM_BYTES,
+    )
 
 
-def _local_elements(spec: TensorSpec, config: ModelConfig, tp: int) -> int:
+def _local_elements(spec: TensorSpec, num_elements: int, config: ModelConfig, tp: int) -> int:
     """Elements of a tensor that the rank with the widest share keeps."""
-    num_elements = prod(spec.shape)
     if spec.logical_expert_id is not None:
         return num_elements
     if spec.role in _KV_HEAD_ROLES:

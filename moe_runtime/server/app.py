@@ -13,6 +13,7 @@ from moe_runtime.server.errors import install_error_handlers
 from moe_runtime.server.health import health_router
 from moe_runtime.server.info import info_router
 from moe_runtime.server.openapi import install_openapi
+from moe_runtime.server.placement import placement_router
 from moe_runtime.server.status import status_router
 from moe_runtime.server.tokenization import tokenization_router
 
@@ -34,6 +35,7 @@ def create_app(context: Context) -> FastAPI:
         tokenization_router,
         info_router,
         health_router,
+        placement_router,
         status_router,
     ):
         app.include_router(build(context))

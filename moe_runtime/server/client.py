@@ -15,16 +15,22 @@ from moe_runtime.engine.messages import (
     AbortRequest,
     AddRequest,
     Drain,
+    MoveExperts,
+    MoveResult,
+    PlacementReport,
     RankReady,
     RankReport,
     RankStats,
+    RearrangementStats,
     SequenceOutput,
 )
 from moe_runtime.engine.request import Request
+from moe_runtime.eplb.placement_file import placement_from_json
 from moe_runtime.exit_codes import EXIT_OK
 from moe_runtime.server.admission import Admission
 from moe_runtime.server.config import ServerConfig
 from moe_runtime.server.errors import ApiError, unavailable
+from moe_runtime.server.expert_load import LoadTally
 from moe_runtime.server.gang_watch import GangWatch
 from moe_runtime.server.mailbox import Mailbox
 from moe_runtime.server.rank_socket import RankSocket
@@ -52,20 +58,20 @@ class RankState:
         pid: Its process.
         info: What it said of itself when it became ready.
         stats: Its latest report.
+        rearrangement: What it said of moves of experts; None where they stay.
         last_seen: ``time.monotonic()`` of its latest message.
         num_sequences: Open choices that it was given.
         num_tokens: Prompt and output tokens that they may come to.
-        expert_load: Its latest counts (``RankReport.expert_load``).
     """
 
     pid: int
     info: dict[str, Any]
     last_seen: float
     stats: RankStats = field(default_factory=RankStats)
+    rearrangement: RearrangementStats | None = None
     num_sequences: int = 0
     num_tokens: int = 0
     has_gone: bool = False
-    expert_load: bytes | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -86,6 +92,7 @@ class EngineClient:
         on_failure: Called once, with the reason, when a rank is lost.
 
     Attributes:
+        load: What the experts have had to do; None without experts.
         on_slow_step: Called for every step that takes longer than ``slow_step_s``.
         watch: What decides who is lost.
     """
@@ -95,6 +102,9 @@ class EngineClient:
         self.phase = Phase.STARTING
         self.ranks: dict[int, RankState] = {}
         self.admission = Admission(config, self.ranks)
+        self.load: LoadTally | None = None
+        if config.expert_placement is not None:
+            self.load = LoadTally(placement_from_json(config.expert_placement), config.world_size)
         self.all_gone = asyncio.Event()
         self.idle = asyncio.Event()
         self.idle.set()
@@ -104,6 +114,9 @@ class EngineClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._open: dict[str, _OpenRequest] = {}
         self._reason = ""
+        self.placement: PlacementReport | None = None
+        self._moves: dict[int, asyncio.Future[MoveResult]] = {}
+        self._num_moves = 0
         self._drain_message: Drain | None = None
         self._probe: asyncio.Task[None] | None = None
         self._socket = RankSocket(
@@ -194,6 +207,34 @@ class EngineClient:
         """Whether outputs of the request are still to come."""
         return request_id in self._open
 
+    @property
+    def rearrangement(self) -> RearrangementStats | None:
+        """What rank 0 says of moves of experts; None where they stay."""
+        return self.ranks[0].rearrangement if 0 in self.ranks else None
+
+    async def move_experts(self, physical_to_logical_map: bytes | None) -> MoveResult:
+        """Move experts and wait for the end of it; see ``MoveExperts``. A caller that leaves does not end the move.
+
+        Raises:
+            ApiError: no ranks are there, or one is lost meanwhile.
+        """
+        error = self.unavailable_error()
+        if error is not None:
+            raise error
+        self._num_moves += 1
+        number = self._num_moves
+        self._moves[number] = asyncio.get_running_loop().create_future()
+        self._socket.send_round(
+            0,
+            lambda epoch: MoveExperts(
+                epoch=epoch, request_id=number, physical_to_logical_map=physical_to_logical_map
+            ),
+        )
+        try:
+            return await self._moves[number]
+        finally:
+            del self._moves[number]
+
     def abort(self, request_id: str, choice_idx: int | None = None) -> None:
         """Forget a request or one of its choices; nothing happens where it has ended already."""
         entry = self._open.get(request_id)
@@ -229,6 +270,9 @@ class EngineClient:
         self._suspect(reason)
         logger.error("%s", reason)
         self.fail_open_requests(unavailable(reason, code="engine_dead"))
+        for move in self._moves.values():
+            if not move.done():
+                move.set_exception(unavailable(reason, code="engine_dead"))
         self._on_failure(reason)
 
     def _suspect(self, reason: str) -> None:
@@ -252,8 +296,17 @@ class EngineClient:
             return
         state.last_seen = time.monotonic()
         state.stats = message.stats
-        if message.expert_load is not None:
-            state.expert_load = message.expert_load
+        if message.expert_load is not None and self.load is not None:
+            self.load.take(message.rank, message.expert_load)
+        state.rearrangement = message.rearrangement
+        if message.placement is not None:
+            self.placement = message.placement
+            if self.load is not None:
+                self.load.move(message.placement.physical_to_logical_map)
+        for result in message.moves:
+            move = self._moves.get(result.request_id)
+            if move is not None and not move.done():
+                move.set_result(result)
         for output in message.outputs:
             self._on_output(message.rank, output)
 

@@ -9,24 +9,7 @@ import msgspec
 
 from moe_runtime.engine.request import RequestLimits
 
-__all__ = ["ExpertsConfig", "ServerConfig", "decode_config", "encode_config"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertsConfig:
-    """The experts of each layer, and the EP rank that holds each.
-
-    Attributes:
-        num_moe_layers: Layers with experts.
-        num_experts: Logical experts of such a layer.
-        physical_to_logical: Logical expert of each physical one, those of rank 0 first.
-        first_expert: Exclusive prefix sums of physical experts per rank.
-    """
-
-    num_moe_layers: int
-    num_experts: int
-    physical_to_logical: tuple[int, ...]
-    first_expert: tuple[int, ...]
+__all__ = ["ServerConfig", "decode_config", "encode_config"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +26,9 @@ class ServerConfig:
         tp: Ranks of a group that serves a request together; its first one takes requests and sends outputs.
         seed: Seeds the seeds given to requests that bring none, in order of arrival; None makes them random.
         api_key: Bearer key that clients must send; None asks for none.
-        experts: Where the experts are, for expert load; None shows none.
         info: Shown by ``/server_info``; its ``system_fingerprint`` goes into responses.
+        expert_placement: Where experts are at the start, in the form of a placement file; None without experts.
+        experts_fixed_reason: Why they stay there; empty where they may be moved.
         zmq_host: Address to bind for the ranks, one that all of them can reach.
         drain_timeout_s: How long running requests may finish after the first SIGTERM.
         heartbeat_timeout_s: Silence after which a process counts as hung; see server/gang_watch.py.
@@ -70,8 +54,9 @@ class ServerConfig:
     tp: int = 1
     seed: int | None = None
     api_key: str | None = field(default=None, repr=False)
-    experts: ExpertsConfig | None = None
     info: dict[str, Any] = field(default_factory=dict)
+    expert_placement: dict[str, Any] | None = None
+    experts_fixed_reason: str = ""
     zmq_host: str = "127.0.0.1"
     drain_timeout_s: float = 20.0
     heartbeat_timeout_s: float = 5.0
@@ -107,11 +92,6 @@ class ServerConfig:
             raise ValueError(f"drain_timeout_s ({self.drain_timeout_s}) must not be negative")
         if self.request_timeout_s is not None and self.request_timeout_s <= 0:
             raise ValueError(f"request_timeout_s ({self.request_timeout_s}) must be positive")
-        if self.experts is not None and len(self.experts.first_expert) != self.world_size + 1:
-            raise ValueError(
-                f"experts are placed on {len(self.experts.first_expert) - 1} ranks; must be on world_size "
-                f"({self.world_size})"
-            )
         if self.reader_timeout_s <= 0:
             raise ValueError(f"reader_timeout_s ({self.reader_timeout_s}) must be positive")
         for name in ("max_body_bytes", "max_num_seqs", "max_unread_bytes"):

@@ -161,7 +161,7 @@ class FrontEnd:
             config=self._config,
             client=self._client,
             tokenizer=await asyncio.to_thread(Tokenizer.from_dir, model_dir),
-            metrics=Metrics(self._config, self._client.ranks),
+            metrics=Metrics(self._config, self._client.ranks, self._client.load),
             sampling_defaults=sampling_defaults(model_dir),
         )
 

@@ -70,6 +70,8 @@ def _server_info(context: Context) -> dict[str, Any]:
         "limits": dataclasses.asdict(config.limits),
         "sampling_defaults": context.sampling_defaults,
         "num_open_requests": client.num_open_requests,
+        "rearrangement": client.rearrangement,
+        "rearrangement_fixed_reason": config.experts_fixed_reason or None,
         "ranks": [
             {
                 **row,

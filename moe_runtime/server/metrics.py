@@ -22,7 +22,8 @@ from moe_runtime.engine.messages import RankStats
 from moe_runtime.server.admission import REASONS as REFUSAL_REASONS
 from moe_runtime.server.client import RankState
 from moe_runtime.server.config import ServerConfig
-from moe_runtime.server.expert_load import summarize_load
+from moe_runtime.server.expert_load import LoadTally
+from moe_runtime.server.rearrangement_metrics import rearrangement_families
 
 __all__ = ["CONTENT_TYPE", "CUT_REASONS", "FINISH_REASONS", "PREFIX", "Metrics", "SequenceMetrics"]
 
@@ -43,11 +44,14 @@ class Metrics:
     Args:
         config: The front end's configuration.
         ranks: The client's view of the ranks; read at each exposition.
+        load: Its tally of expert load, if there are experts.
     """
 
-    def __init__(self, config: ServerConfig, ranks: Mapping[int, RankState]) -> None:
+    def __init__(
+        self, config: ServerConfig, ranks: Mapping[int, RankState], load: LoadTally | None = None
+    ) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_StateCollector(config, ranks))
+        self._registry.register(_StateCollector(config, ranks, load))
         self._prompt_tokens = self._counter(
             "prompt_tokens", "Prompt tokens, counted when their first output arrives"
         )
@@ -185,9 +189,10 @@ class SequenceMetrics:
 class _StateCollector(Collector):
     """What is looked up when asked: the deployment's settings and the ranks' latest reports."""
 
-    def __init__(self, config: ServerConfig, ranks: Mapping[int, RankState]) -> None:
+    def __init__(self, config: ServerConfig, ranks: Mapping[int, RankState], load: LoadTally | None) -> None:
         self._config = config
         self._ranks = ranks
+        self._load = load
 
     def collect(self) -> Iterator[Metric]:
         """All families; those that are of a scheduler have no series for ranks that only follow one."""
@@ -229,8 +234,8 @@ class _StateCollector(Collector):
             "Rows run, those that a preemption made run again included",
             {r: s.num_computed_tokens for r, s in scheduling.items()},
         )
-        if self._config.experts is not None:
-            load = summarize_load(self._config.experts, [state.expert_load for state in self._ranks.values()])
+        if self._load is not None:
+            load = self._load.summary()
             yield _counter(
                 "routed_pairs",
                 "Pairs of a token and a slot given to the experts",
@@ -241,6 +246,11 @@ class _StateCollector(Collector):
                 "Mean over the layers of mean / max routed pairs of a rank since start; 1 is even",
                 value=load.balancedness,
             )
+
+        moving = {rank: self._ranks[rank].rearrangement for rank in sorted(self._ranks)}
+        yield from rearrangement_families(
+            PREFIX, {rank: stats for rank, stats in moving.items() if stats is not None}
+        )
 
     def _info(self) -> Metric:
         info = self._config.info

@@ -15,7 +15,6 @@ from starlette.responses import Response
 
 import moe_runtime
 from moe_runtime.server.context import Context
-from moe_runtime.server.expert_load import summarize_load
 from moe_runtime.server.rank_rows import rank_rows
 
 __all__ = ["CONTENT_SECURITY_POLICY", "status_router"]
@@ -69,12 +68,11 @@ def _status(context: Context) -> dict[str, Any]:
     error = client.unavailable_error()
     rows = rank_rows(config, client)
     load = None
-    if config.experts is not None:
-        load = summarize_load(config.experts, [state.expert_load for state in client.ranks.values()])
-        first = config.experts.first_expert
+    if client.load is not None:
+        load = client.load.summary()
         for row in rows:
             row["routed_pairs"] = load.pairs[row["rank"]]
-            row["num_local_experts"] = first[row["rank"] + 1] - first[row["rank"]]
+            row["num_local_experts"] = client.load.num_local_experts(row["rank"])
     return {
         "version": moe_runtime.__version__,
         "model": config.served_model_name,

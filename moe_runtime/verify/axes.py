@@ -12,12 +12,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from moe_runtime.eplb.placement import ModelPlacement
 from moe_runtime.verify.compare import Output
+from moe_runtime.verify.placements import random_placement
 from moe_runtime.verify.prompts import Case, PromptSource
 from moe_runtime.verify.runner import Run
 from moe_runtime.verify.topologies import Topology
 
-__all__ = ["AXES", "BUCKET_EDGES", "GRAPHS_ABSENT", "TOPOLOGIES_ABSENT", "Axis", "AxisSetup", "Verdict"]
+__all__ = [
+    "AXES",
+    "BUCKET_EDGES",
+    "GRAPHS_ABSENT",
+    "PLACEMENT_ABSENT",
+    "TOPOLOGIES_ABSENT",
+    "Axis",
+    "AxisSetup",
+    "Verdict",
+]
 
 NUM_ALONE = 8
 NUM_ELSEWHERE = 8
@@ -31,6 +42,10 @@ BUCKET_OUTPUT_TOKENS = 3
 SHORT_OUTPUT_TOKENS = 8
 GRAPHS_ABSENT = "not applicable: this device or transport has no graphs"
 TOPOLOGIES_ABSENT = "not applicable: level batch promises one deployment, which has no other transport here"
+PLACEMENT_ABSENT = (
+    "not applicable: experts stay where they are on this deployment, and the level promises no other"
+)
+MOVE_STEPS = (1, 4)
 NUM_RANDOM_BATCHES = 2
 FULL_NUM_RANDOM_BATCHES = 10
 
@@ -60,6 +75,8 @@ class AxisSetup:
         captures: Whether the deployment of the check can have graphs.
         full: Every case, every output token, more batches.
         topologies: Other deployments whose bits must be these.
+        placement: Where experts are; None where they stay.
+        copies: A deployment with copies of experts whose bits must be these, and where its experts are.
     """
 
     source: PromptSource
@@ -72,6 +89,8 @@ class AxisSetup:
     captures: bool = True
     full: bool = False
     topologies: Sequence[Topology] = ()
+    placement: ModelPlacement | None = None
+    copies: tuple[Topology, ModelPlacement] | None = None
 
     def some_cases(self, num_default: int | None = None) -> list[Case]:
         """All cases in full form, else the first ``num_default``, by default half."""
@@ -249,6 +268,31 @@ def _topology(setup: AxisSetup) -> list[Run]:
     ]
 
 
+def _placement(setup: AxisSetup) -> list[Run]:
+    """A few cases while experts move to random places, here and where experts have copies."""
+    cases = setup.source.shuffle("placement", setup.short(setup.some_cases(NUM_ELSEWHERE)))
+    kv_cache_blocks = sum(sorted(map(setup.end_blocks, cases))[-NUM_ELSEWHERE:])
+
+    def moves(what: str, like: ModelPlacement) -> dict[int, ModelPlacement | None]:
+        return {step: random_placement(setup.source, f"{what} {step}", like) for step in MOVE_STEPS}
+
+    runs = []
+    if setup.placement is not None:
+        runs.append(Run(name="experts moved amid", cases=cases, moves=moves("placement", setup.placement)))
+    if setup.copies is not None:
+        topology, placement = setup.copies
+        runs.append(
+            Run(
+                name=f"{topology.name}, moved amid",
+                cases=cases,
+                kv_cache_blocks=kv_cache_blocks,
+                topology=topology,
+                moves=moves("copies", placement),
+            )
+        )
+    return runs
+
+
 def _random_batches(setup: AxisSetup, what: str, cases: list[Case]) -> list[Run]:
     """All cases in order, then random halves or more of them in random order."""
     num_batches = FULL_NUM_RANDOM_BATCHES if setup.full else NUM_RANDOM_BATCHES
@@ -275,7 +319,8 @@ AXES: dict[str, Axis] = {
     "scored": Axis(Verdict.SCHEDULE, _scored),
     "buckets": Axis(Verdict.SCHEDULE, _buckets),
     "graph": Axis(Verdict.SCHEDULE, _graph, absent=GRAPHS_ABSENT),
-    # Last: another deployment takes the place of the one that the check started on.
+    # These two last: another deployment takes the place of the one that the check started on.
+    "placement": Axis(Verdict.TOPOLOGY, _placement, absent=PLACEMENT_ABSENT),
     "topology": Axis(Verdict.TOPOLOGY, _topology, absent=TOPOLOGIES_ABSENT),
 }
 """All axes by name, in the order in which they run."""

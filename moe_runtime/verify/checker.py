@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from moe_runtime.engine.llm import LLM
+from moe_runtime.eplb.placement import ModelPlacement, contiguous_model_placement
 from moe_runtime.kernels.attention import BLOCK_SIZE
 from moe_runtime.kernels.schedules import Control, control
 from moe_runtime.verify.axes import AXES, AxisSetup
@@ -26,7 +27,7 @@ from moe_runtime.verify.config import CheckConfig
 from moe_runtime.verify.prompts import PromptSource
 from moe_runtime.verify.report import AxisResult, CheckReport
 from moe_runtime.verify.runner import Run, Runner, RunResult
-from moe_runtime.verify.topologies import other_topologies, own_topology
+from moe_runtime.verify.topologies import Topology, copies_topology, other_topologies, own_topology
 
 __all__ = ["ProgressFactory", "check"]
 
@@ -81,6 +82,8 @@ def check(llm: LLM, config: CheckConfig, progress: ProgressFactory) -> CheckRepo
             enforce_eager=llm.config.enforce_eager if llm.model.plan.device.type == "cuda" else None,
             full=config.full,
             captures=own_topology(llm).captures,
+            placement=None if llm.model.plan.fixed_reason else llm.placement,
+            copies=_copies(llm),
             topologies=other_topologies(
                 own_topology(llm),
                 num_ranks=llm.group.size,
@@ -188,6 +191,22 @@ def _run_all(runner: Runner, what: str, runs: Sequence[Run], progress: ProgressF
             done += num_cases
             on_progress(done, total)
     return results
+
+
+def _copies(llm: LLM) -> tuple[Topology, ModelPlacement] | None:
+    plan = llm.model.plan
+    num_layers, num_experts = len(plan.config.moe_layer_ids), plan.config.num_experts
+    found = copies_topology(
+        own_topology(llm),
+        num_ranks=llm.group.size,
+        num_experts=num_experts if num_layers else 0,
+        level=llm.config.invariance,
+    )
+    if found is None:
+        return None
+    topology, ep_size = found
+    num_copies = topology.num_redundant_experts or 0
+    return topology, contiguous_model_placement(num_layers, num_experts, ep_size, num_copies)
 
 
 def _facts(llm: LLM, config: CheckConfig) -> dict[str, str | int]:

@@ -18,15 +18,16 @@ class CheckConfig:
     """Prove that results depend on nothing but the request.
 
     Prompts and their seeds depend on ``--seed`` (0 where none is given), model and context length alone. Every axis but
-    ``topology`` stays within one deployment and so holds at level ``batch`` too; that one runs a few prompts on other
-    numbers of ranks, TP sizes and transports, as far as the level promises the same bits. Digests compare runs of the
+    ``placement`` and ``topology`` stays within one deployment and so holds at level ``batch`` too; these run a few
+    prompts while experts move, with copies of experts, and on other numbers of ranks, TP sizes and transports, as far
+    as the level promises the same bits. Digests compare runs of the
     check: level ``topology``.
 
     Attributes:
         num_prompts: Random prompts in the reference batch.
         max_tokens: Output tokens of each.
         axes: Axes to run: again, shuffled, alone, arrival, single, mixed, prefix, chunks, preempt, forced, scored,
-            buckets, graph, topology; by default all.
+            buckets, graph, placement, topology; by default all.
         full: Every prompt greedy and seeded, and every one of them on every axis; takes long.
         json: File for the report.
         control: Tree to switch off in all runs, to see the check fail: split-k-gemm, free-gemm, arrival-combine,

@@ -10,7 +10,7 @@ from pathlib import Path
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.shared_memory import host_id
 from moe_runtime.engine.config import EngineConfig
-from moe_runtime.engine.expert_weights import is_local
+from moe_runtime.engine.expert_weights import num_local_elements
 from moe_runtime.engine.kv_cache import gpu_num_blocks
 from moe_runtime.engine.model_loader import ModelPlan
 from moe_runtime.errors import CapacityError
@@ -58,10 +58,10 @@ def _host_lack(plan: ModelPlan, is_alone: bool, rank: int, num_neighbours: int) 
     )
     if found is None:
         return ""
-    num_weights = sum(
-        prod(spec.shape)
-        for spec in tensor_specs(plan.config)
-        if is_alone or is_local(spec, plan.placement, rank)
+    num_weights = (
+        sum(prod(spec.shape) for spec in tensor_specs(plan.config))
+        if is_alone
+        else sum(num for _, num in num_local_elements(plan.config, plan.placement, rank))
     )
     needed_bytes, free_bytes = num_neighbours * num_weights * PACKED_ITEM_BYTES, 1024 * int(found[1])
     if needed_bytes <= free_bytes:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 
 import msgspec
 import torch
@@ -15,6 +15,7 @@ from moe_runtime.comm.groups import RankGroup
 from moe_runtime.engine.llm import LLM, RequestOutput
 from moe_runtime.engine.messages import TokenLogprobs
 from moe_runtime.engine.model_loader import plan_model
+from moe_runtime.eplb.placement import ModelPlacement
 from moe_runtime.errors import CapacityError
 from moe_runtime.kernels.schedules import Control, control
 from moe_runtime.verify.compare import Output
@@ -38,6 +39,7 @@ class Run:
         arrival_steps: Step at which each arrives; by default all at the first.
         max_num_seqs, max_num_batched_tokens, kv_cache_blocks: Limits; by default those the engine started with.
         enforce_eager: Launch kernels one by one; by default as the engine started.
+        moves: Moves of experts by step, as for ``LLM.generate``.
         topology: Deployment to load for it; by default the one that the check started on. Where each rank is alone it
             runs its share of the cases, and ``ranks`` and ``arrival_steps`` are None.
     """
@@ -50,6 +52,7 @@ class Run:
     max_num_batched_tokens: int | None = None
     kv_cache_blocks: int | None = None
     enforce_eager: bool | None = None
+    moves: Mapping[int, ModelPlacement | None] = field(default_factory=dict)
     topology: Topology | None = None
 
     def __post_init__(self) -> None:
@@ -139,6 +142,7 @@ class Runner:
             [case.params for case in cases],
             ranks=run.ranks,
             arrival_steps=run.arrival_steps,
+            moves=run.moves,
             on_finished=on_finished,
         )
         num_preemptions = llm.engine.stats().num_preemptions - num_preemptions_before

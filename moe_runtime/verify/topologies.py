@@ -17,7 +17,7 @@ from moe_runtime.engine.config import EngineConfig
 from moe_runtime.engine.llm import LLM
 from moe_runtime.layers.row_parallel import Level
 
-__all__ = ["LOOPBACK_RANKS", "Topology", "other_topologies", "own_topology"]
+__all__ = ["LOOPBACK_RANKS", "Topology", "copies_topology", "other_topologies", "own_topology"]
 
 TRANSPORTS: tuple[TransportName, ...] = ("collective", "symmetric")
 """Those that every machine may have; DeepEP's joins them on GPUs where it is installed."""
@@ -34,12 +34,14 @@ class Topology:
         dispatcher: What moves rows between the ranks; alone it is ``collective``, and nothing travels, or ``loopback``.
         tp: Ranks of a tensor-parallel group; 1 where they are alone.
         loopback_ranks: Ranks that each one plays; 1 but for ``loopback``.
+        num_redundant_experts: Copies of experts in every layer; None as the check was started.
     """
 
     ranks: Literal["all", "alone"]
     dispatcher: TransportName = "collective"
     tp: int = 1
     loopback_ranks: int = 1
+    num_redundant_experts: int | None = None
 
     def __post_init__(self) -> None:
         if self.dispatcher == "loopback" and self.ranks == "all":
@@ -61,18 +63,49 @@ class Topology:
     @property
     def name(self) -> str:
         """For the report: ``symmetric tp 2``, ``EP 1``, ``loopback EP 4``."""
+        copies = f", {self.num_redundant_experts} redundant" if self.num_redundant_experts else ""
         if self.ranks == "all":
-            return f"{self.dispatcher} tp {self.tp}"
-        return f"loopback EP {self.loopback_ranks}" if self.dispatcher == "loopback" else "EP 1"
+            return f"{self.dispatcher} tp {self.tp}{copies}"
+        return f"loopback EP {self.loopback_ranks}{copies}" if self.dispatcher == "loopback" else "EP 1"
 
     def engine_config(self, own: EngineConfig) -> EngineConfig:
-        """The settings of a check's own deployment, changed to this one."""
-        return replace(own, dispatcher=self.dispatcher, tp=self.tp, loopback_ranks=self.loopback_ranks)
+        """The settings of a check's own deployment, changed to this one; a placement is for one number of ranks."""
+        changed = replace(own, dispatcher=self.dispatcher, tp=self.tp, loopback_ranks=self.loopback_ranks)
+        if self.ranks == "alone":
+            changed = replace(changed, initial_placement=None, rearrange_interval=0)
+            if self.dispatcher != "loopback":
+                return replace(changed, num_redundant_experts=0)
+        if self.num_redundant_experts is None:
+            return changed
+        return replace(changed, initial_placement=None, num_redundant_experts=self.num_redundant_experts)
 
     def is_refused_by(self, error: ValueError) -> bool:
         """Whether a refusal to load names a setting of this deployment, as ``tp (2)``; else it is a fault."""
         settings = (f"dispatcher ({self.dispatcher})", f"tp ({self.tp})")
         return any(setting in str(error) for setting in settings)
+
+
+def copies_topology(
+    own: Topology, *, num_ranks: int, num_experts: int, level: Level
+) -> tuple[Topology, int] | None:
+    """A deployment with copies of experts whose bits the level promises to be the same, and its EP ranks.
+
+    Args:
+        own: What the check started on; one rank by itself plays several instead.
+        num_ranks: W.
+        num_experts: Of a layer.
+        level: What is promised; at level ``batch`` copies have other bits, since ranks then pre-sum no more.
+    """
+    if level == "batch" or num_experts == 0:
+        return None
+    num_copies = max(1, num_experts // 8)
+    if own.ranks == "all":
+        return replace(own, num_redundant_experts=num_copies), num_ranks
+    size = own.loopback_ranks if own.loopback_ranks > 1 else LOOPBACK_RANKS[1]
+    played = Topology(
+        ranks="alone", dispatcher="loopback", loopback_ranks=size, num_redundant_experts=num_copies
+    )
+    return played, size
 
 
 def own_topology(llm: LLM) -> Topology:

@@ -26,6 +26,7 @@ from moe_runtime.engine.llm import LLM
 from moe_runtime.errors import InvarianceError
 from moe_runtime.kernels.combine import combine_slots, combine_slots_fp32
 from moe_runtime.kernels.grouped_gemm import expert_rows
+from moe_runtime.kernels.replicas import Replicas
 from moe_runtime.kernels.schedules import Control, control
 from moe_runtime.layers.mlp import MoE, pack_expert
 from tests.bits import HOSTILE_KINDS, assert_bits_equal, hostile
@@ -191,7 +192,11 @@ def layer(dispatcher) -> MoE:
     return MoE(
         router=torch.zeros(8, HIDDEN, dtype=torch.bfloat16),
         experts=experts,
-        logical_to_physical=torch.arange(8),
+        replicas=Replicas(
+            table=torch.arange(8, dtype=torch.int32)[:, None],
+            count=torch.ones(8, dtype=torch.int32),
+            layer_idx=0,
+        ),
         dispatcher=dispatcher,
         num_topk=4,
         norm_topk_prob=True,

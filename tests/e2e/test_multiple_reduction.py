@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import pytest
 
 from moe_runtime.comm.groups import RankGroup
-from moe_runtime.engine import model_loader
 from moe_runtime.engine.llm import LLM
-from moe_runtime.eplb.placement import contiguous_placement
 from moe_runtime.kernels.schedules import Control, control
 from tests.checkpoints import tiny_config, write_checkpoint
 from tests.e2e.test_world_sizes import MAX_NUM_SEQS, SCENARIOS, Result
+from tests.placements import in_order
 from tests.ranks import RankContext
 
 KINDS = ("cancelling", "heavy_tailed")
@@ -40,9 +38,7 @@ def run_job(
     job: Job, group: RankGroup, switched_off: Control = Control.NONE
 ) -> tuple[str, dict[str, Result]]:
     """The fingerprint, and the results of each scenario."""
-    real = model_loader.contiguous_placement
-    model_loader.contiguous_placement = partial(contiguous_placement, order=job.order)
-    try:
+    with in_order(job.order):
         llm = LLM(
             job.folder,
             group=group,
@@ -52,8 +48,6 @@ def run_job(
             dispatcher=job.dispatcher,
             loopback_ranks=job.num_virtual_ranks,
         )
-    finally:
-        model_loader.contiguous_placement = real
     with control(switched_off):
         return llm.model.plan.fingerprint, {name: SCENARIOS[name](llm) for name in job.scenarios}
 

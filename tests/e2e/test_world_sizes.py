@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 
 from moe_runtime.comm.groups import RankGroup
-from moe_runtime.engine import model_loader
 from moe_runtime.engine.llm import LLM
 from moe_runtime.engine.request import SamplingParams
-from moe_runtime.eplb.placement import contiguous_placement
 from moe_runtime.errors import InvalidRequestError
 from moe_runtime.kernels.schedules import Control, control
 from tests.checkpoints import WEIGHT_KINDS, tiny_config, write_checkpoint
 from tests.mixed_requests import bits, mixed_params, random_prompts
+from tests.placements import in_order
 from tests.ranks import RankContext
 
 MODELS = ("qwen3_moe", "mixtral")
@@ -121,12 +120,8 @@ class Job:
 
 
 def run_job(job: Job, group: RankGroup, switched_off: Control = Control.NONE) -> dict[str, Result]:
-    real = model_loader.contiguous_placement
-    model_loader.contiguous_placement = partial(contiguous_placement, order=job.order)
-    try:
+    with in_order(job.order):
         llm = LLM(job.folder, group=group, dtype=job.dtype, max_num_seqs=MAX_NUM_SEQS)
-    finally:
-        model_loader.contiguous_placement = real
     with control(switched_off):  # after the self-check, which would refuse
         return {name: SCENARIOS[name](llm) for name in job.scenarios}
 

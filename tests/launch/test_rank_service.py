@@ -14,6 +14,9 @@ from moe_runtime.engine.messages import (
     AbortRequest,
     AddRequest,
     Drain,
+    MoveExperts,
+    MoveResult,
+    PlacementReport,
     RankReady,
     RankReport,
     SequenceOutput,
@@ -52,7 +55,7 @@ class PlayedFrontEnd:
         assert self.socket.poll(20_000), "no message from the rank"
         return decode_report(self.socket.recv_multipart()[1])
 
-    def send(self, message: AddRequest | AbortRequest | Wake | Drain) -> None:
+    def send(self, message: AddRequest | AbortRequest | Wake | Drain | MoveExperts) -> None:
         self.socket.send_multipart([b"rank-0", encode(message)])
 
     def outputs_until_idle(self) -> list[SequenceOutput]:
@@ -136,3 +139,50 @@ def test_drain_with_abort_drops_what_runs(played: PlayedFrontEnd) -> None:
     assert not played.thread.is_alive()
     assert played.service.exit_code == 143
     assert played.llm.engine.scheduler.num_unfinished == 0
+
+
+def test_a_move_is_answered_and_shown() -> None:
+    llm = LLM(dispatcher="loopback", loopback_ranks=2, rearrange_interval=1000)
+    front_end = PlayedFrontEnd(llm)
+    try:
+        check_moves(front_end)
+    finally:
+        front_end.end()
+
+
+def check_moves(front_end: PlayedFrontEnd) -> None:
+    assert isinstance(front_end.receive(), RankReady)
+    now = front_end.llm.placement.physical_to_logical_map
+    reports: list[RankReport] = []
+
+    def result_of(number: int) -> MoveResult:
+        while True:
+            report = front_end.receive()
+            assert isinstance(report, RankReport)
+            reports.append(report)
+            for result in report.moves:
+                assert result.request_id == number
+                return result
+
+    target = now[:, ::-1].astype("<i4").tobytes()
+    front_end.send(MoveExperts(1, 7, target))
+    assert result_of(7) == MoveResult(7, "succeeded")
+    placements = [report.placement for report in reports if report.placement is not None]
+    assert placements[-1] == PlacementReport(target, (1, 1, 1, 1))
+    assert reports[-1].rearrangement is not None
+    assert reports[-1].rearrangement.outcomes == {"succeeded": 1}
+    front_end.send(MoveExperts(2, 8, bytes(len(target))))
+    refused = result_of(8)
+    assert (refused.outcome, "must hold every logical expert" in refused.reason) == ("refused", True)
+
+
+def test_a_rank_whose_experts_stay_refuses_a_move(played: PlayedFrontEnd) -> None:
+    assert isinstance(played.receive(), RankReady)
+    played.send(MoveExperts(1, 4))
+    while True:
+        report = played.receive()
+        assert isinstance(report, RankReport)
+        if report.moves:
+            break
+    assert report.moves == (MoveResult(4, "refused", "experts stay here"),)
+    assert report.rearrangement is None

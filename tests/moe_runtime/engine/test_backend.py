@@ -16,7 +16,6 @@ from moe_runtime.engine.cpu_runner import CpuRunner
 from moe_runtime.engine.kv_cache import default_num_blocks, gpu_num_blocks, kv_block_bytes
 from moe_runtime.engine.llm import LLM
 from moe_runtime.engine.model_loader import load_model, plan_model
-from moe_runtime.eplb.placement import contiguous_placement
 from moe_runtime.errors import CapacityError
 from moe_runtime.exit_codes import EXIT_NO_FIT, EXIT_USAGE
 from moe_runtime.launch.serve import main as serve
@@ -199,17 +198,11 @@ def test_serve_refuses_a_model_the_gpu_cannot_run_with_the_code_of_usage(tmp_pat
     assert "head_dim (16) must be 32, 64 or 128" in capsys.readouterr().err
 
 
-def test_rows_that_kernels_cannot_address_and_moved_experts_are_refused_on_gpus(folder, pretended_gpu):
+def test_rows_that_kernels_cannot_address_are_refused_on_gpus(folder, pretended_gpu):
     pretended_gpu(80 << 30)
     config = EngineConfig(model=str(folder), max_num_batched_tokens=2**26, max_num_seqs=1)
     with pytest.raises(ValueError, match=r"max_num_batched_tokens \(67108864\) must be at most \d+ on GPUs"):
         plan_model(config)
-    experts = plan_model(EngineConfig(model=str(folder))).config.num_experts
-    moved = contiguous_placement(experts, 1, range(experts - 1, -1, -1))
-    with pytest.raises(
-        ValueError, match="placement must hold every expert once, in ascending order, on GPUs"
-    ):
-        plan_model(EngineConfig(model=str(folder)), placement=moved)
 
 
 def test_buffers_of_the_exchange_are_reported_in_bytes(folder):

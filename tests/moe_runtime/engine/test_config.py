@@ -20,3 +20,12 @@ def test_a_budget_below_the_number_of_sequences_is_refused():
     with pytest.raises(ValueError, match=r"max_num_batched_tokens \(63\) must be at least max_num_seqs"):
         EngineConfig(max_num_batched_tokens=63)
     assert EngineConfig(max_num_batched_tokens=64).max_num_seqs == 64
+
+
+def test_settings_of_moves_have_their_ranges():
+    with pytest.raises(ValueError, match=r"rearrange_interval \(-1\) must be at least 0"):
+        EngineConfig(rearrange_interval=-1)
+    for value in (0.0, 1.01):
+        with pytest.raises(ValueError, match=r"rearrange_target .* must be in \[0.001, 1\]"):
+            EngineConfig(rearrange_target=value)
+    assert EngineConfig(rearrange_interval=5, rearrange_target=1.0).rearrange_interval == 5

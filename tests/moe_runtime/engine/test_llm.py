@@ -360,10 +360,10 @@ def test_limits_that_find_no_room_leave_the_former_ones_in_force(llm, monkeypatc
     expected, config = ids_of(llm), llm.config
     start, rooms = llm_module.start_engine, iter([False, True])
 
-    def start_if_there_is_room(*arguments):
+    def start_if_there_is_room(*arguments, **options):
         if not next(rooms):
             raise CapacityError("no room")
-        return start(*arguments)
+        return start(*arguments, **options)
 
     monkeypatch.setattr(llm_module, "start_engine", start_if_there_is_room)
     with pytest.raises(CapacityError, match="no room"):

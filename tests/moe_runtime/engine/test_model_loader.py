@@ -14,12 +14,13 @@ from moe_runtime.comm.tensor_parallel import TensorParallel
 from moe_runtime.engine import model_loader
 from moe_runtime.engine.config import EngineConfig
 from moe_runtime.engine.model_loader import LoadedModel, load_model, plan_model
-from moe_runtime.eplb.placement import ExpertPlacement, contiguous_placement
+from moe_runtime.eplb.placement import ModelPlacement
 from moe_runtime.errors import CheckpointError, InvarianceError
 from moe_runtime.kernels.audit import AuditReport
 from moe_runtime.kernels.schedules import Control, control
 from moe_runtime.layers.mlp import MoE
 from tests.checkpoints import tiny_config, write_checkpoint
+from tests.placements import ordered_placement
 
 
 def load(folder: Path, *, rank: int = 0, size: int = 1, on_progress=None, placement=None, **options):
@@ -166,7 +167,7 @@ def test_ranks_of_a_group_share_the_weights(folder, tp, level):
 def test_the_fingerprint_names_the_experts_of_each_rank_only_where_they_pre_sum(folder):
     def planned(size: int, order: list[int] | None = None, **options):
         config = EngineConfig(model=str(folder), **options)
-        placement = contiguous_placement(8, options.get("loopback_ranks", size), order)
+        placement = ordered_placement(2, 8, options.get("loopback_ranks", size), order)
         return plan_model(config, RankGroup(rank=0, size=size), placement=placement)
 
     own = fingerprint(folder)
@@ -190,8 +191,8 @@ def test_the_fingerprint_names_the_experts_of_each_rank_only_where_they_pre_sum(
 
 
 def test_redundant_experts_switch_pre_summing_off(folder):
-    twice = ExpertPlacement(
-        physical_to_logical_map=np.array([0, 1, 2, 3, 4, 5, 6, 7, 0, 1]),
+    twice = ModelPlacement(
+        physical_to_logical_map=np.array([[0, 1, 2, 3, 4, 5, 6, 7, 0, 1]] * 2),
         first_expert=(0, 5, 10),
         num_logical_experts=8,
     )
@@ -205,7 +206,7 @@ def test_redundant_experts_switch_pre_summing_off(folder):
 
 def test_a_placement_for_another_number_of_ranks_is_refused(folder):
     with pytest.raises(ValueError, match=r"placement is for 2 ranks; must be for ep_size \(1\)"):
-        plan_model(EngineConfig(model=str(folder)), placement=contiguous_placement(8, 2))
+        plan_model(EngineConfig(model=str(folder)), placement=ordered_placement(2, 8, 2))
 
 
 def test_progress_ends_at_the_total_on_every_rank(folder):
@@ -236,7 +237,7 @@ def test_a_rank_reads_only_its_own_experts(folder, monkeypatch):
         return opened[-1]
 
     monkeypatch.setattr(model_loader, "_open", watch)
-    placement = contiguous_placement(8, 4, [7, 2, 0, 1, 3, 4, 5, 6])
+    placement = ordered_placement(2, 8, 4, [7, 2, 0, 1, 3, 4, 5, 6])
     load(folder, rank=0, size=4, placement=placement)
     names = [name for source in opened for name in source._names_read]
     read = {name.split("experts.")[1].split(".")[0] for name in names if "experts." in name}

@@ -64,6 +64,7 @@ def test_ranks_sleep_only_when_nothing_is_left_and_all_saw_the_same_message():
     assert view({"epoch": 3}, {"epoch": 3}).may_sleep
     assert not view({"epoch": 3}, {"epoch": 4}).may_sleep
     assert not view({}, {"num_unfinished": 1}).may_sleep
+    assert not view({}, {"move_stage": 1}).may_sleep
 
 
 def test_ranks_leave_only_when_all_drain_and_nothing_is_left():

@@ -8,6 +8,7 @@ import torch
 from moe_runtime.comm.collective import CollectiveDispatcher
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.kernels.grouped_gemm import expert_mlp_reference
+from moe_runtime.kernels.replicas import Replicas
 from moe_runtime.kernels.router import route_reference
 from moe_runtime.kernels.schedules import Control, control
 from moe_runtime.layers.mlp import DenseMLP, MoE, pack_expert
@@ -38,7 +39,9 @@ def moe(dtype: torch.dtype, *, norm: bool = True, order: list[int] | None = None
     return MoE(
         router=router,
         experts=[pack_expert(*weights(dtype, expert + 1)) for expert in order],
-        logical_to_physical=to_physical,
+        replicas=Replicas(
+            table=to_physical[:, None].int(), count=torch.ones(NUM_EXPERTS, dtype=torch.int32), layer_idx=0
+        ),
         dispatcher=CollectiveDispatcher(RankGroup(), [0, NUM_EXPERTS], NUM_TOPK),
         num_topk=NUM_TOPK,
         norm_topk_prob=norm,

@@ -7,7 +7,7 @@ import pytest
 from moe_runtime.engine.config import EngineConfig
 from moe_runtime.engine.kv_cache import kv_block_bytes
 from moe_runtime.engine.model_loader import plan_model
-from moe_runtime.eplb.placement import contiguous_placement
+from moe_runtime.eplb.placement import contiguous_model_placement
 from moe_runtime.errors import CapacityError
 from moe_runtime.planner.memory import RankMemory, check_fit, rank_memory
 
@@ -16,24 +16,33 @@ def test_the_built_in_model_is_counted_to_the_last_element() -> None:
     plan = plan_model(EngineConfig())
     block_bytes = kv_block_bytes(plan.config, plan.torch_dtype)
     assert block_bytes == 2 * 4 * 2 * 64 * 64 * 2
-    one = rank_memory(plan.config, contiguous_placement(16, 1), 0, 10, block_bytes)
+    one = rank_memory(plan.config, contiguous_model_placement(4, 16, 1), 0, 10, block_bytes)
     assert one == RankMemory(weight_bytes=6_834_944 * 4, kv_bytes=10 * block_bytes)
 
 
 def test_experts_are_spread_and_the_rest_is_on_every_rank() -> None:
     config = plan_model(EngineConfig()).config
-    one = rank_memory(config, contiguous_placement(16, 1), 0, 0, 0).weight_bytes
-    placement = contiguous_placement(16, 3)
+    one = rank_memory(config, contiguous_model_placement(4, 16, 1), 0, 0, 0).weight_bytes
+    placement = contiguous_model_placement(4, 16, 3)
     three = [rank_memory(config, placement, rank, 0, 0).weight_bytes for rank in range(3)]
     experts = 16 * 4 * 3 * 256 * 112 * 4
     assert sum(three) == one + 2 * (one - experts)
     assert three[0] > three[2]
 
 
+def test_copies_are_counted_where_they_are() -> None:
+    config = plan_model(EngineConfig()).config
+    whole, more = (contiguous_model_placement(4, 16, 2, num_redundant) for num_redundant in (0, 6))
+    expert = 4 * 3 * 256 * 112 * 4  # in all layers
+    for rank in range(2):
+        found = [rank_memory(config, placement, rank, 0, 0).weight_bytes for placement in (whole, more)]
+        assert found[1] - found[0] == 3 * expert
+
+
 @pytest.mark.parametrize("tp", [2, 4])
 def test_a_group_shares_all_but_experts_norms_and_routers(tp: int) -> None:
     config = plan_model(EngineConfig()).config
-    placement = contiguous_placement(16, 4)
+    placement = contiguous_model_placement(4, 16, 4)
     alone = rank_memory(config, placement, 0, 0, 0).weight_bytes
     share = rank_memory(config, placement, 0, 0, 0, tp).weight_bytes
     # Four layers: q and o over 4 heads of 64, k and v over 2 heads; the tied embedding.
@@ -50,3 +59,14 @@ def test_what_does_not_fit_is_refused_with_both_figures() -> None:
         CapacityError, match=r"need 4\.0 GiB and 3\.9 GiB are available; lower kv_cache_blocks"
     ):
         check_fit(ranks, int(3.9 * 2**30))
+
+
+def test_the_room_for_moves_is_that_of_one_layer() -> None:
+    config = plan_model(EngineConfig()).config
+    placement = contiguous_model_placement(4, 16, 2, 3)
+    for rank, num_slots in enumerate((10, 9)):
+        still, moving = (
+            rank_memory(config, placement, rank, 0, 0, moves_experts=moves) for moves in (False, True)
+        )
+        assert still.spare_bytes == 0
+        assert moving.spare_bytes == moving.total_bytes - still.total_bytes == num_slots * 3 * 256 * 112 * 4

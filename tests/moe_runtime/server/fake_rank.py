@@ -19,6 +19,8 @@ from moe_runtime.engine.messages import (
     AbortRequest,
     AddRequest,
     Drain,
+    MoveExperts,
+    MoveResult,
     RankMessage,
     RankReady,
     RankReport,
@@ -182,6 +184,7 @@ class FakeRank:
     is_silent: bool = False
     expert_load: bytes | None = None
     is_draining: bool = False
+    moves: list[MoveResult] = field(default_factory=list)
 
     @property
     def epochs(self) -> list[int]:
@@ -209,6 +212,7 @@ class FakeRanks(threading.Thread):
         self.hold = threading.Event()
         self.tokens_per_step = tokens_per_step
         self.step_s = step_s
+        self.move_outcome: tuple[str, str] | None = ("succeeded", "")
         self._endpoint = endpoint
         self._watch_endpoint = watch_endpoint
         self._stop_requested = threading.Event()
@@ -288,11 +292,14 @@ class FakeRanks(threading.Thread):
             ended = {(o.request_id, o.choice_idx) for o in outputs if o.finish_reason is not None}
             rank.sequences = [s for s in rank.sequences if (s.request.request_id, s.choice_idx) not in ended]
         now = time.monotonic()
-        if outputs or (now - rank.last_report > 0.1 and not rank.is_silent):
+        if outputs or rank.moves or (now - rank.last_report > 0.1 and not rank.is_silent):
             rank.last_report = now
             epoch = rank.epochs[-1] if rank.received else 0
             stats = RankStats(num_running=len(rank.sequences), num_kv_blocks=128, num_free_kv_blocks=128)
-            rank.socket.send(encode(RankReport(rank.rank, epoch, tuple(outputs), stats, rank.expert_load)))
+            moves, rank.moves = tuple(rank.moves), []
+            rank.socket.send(
+                encode(RankReport(rank.rank, epoch, tuple(outputs), stats, rank.expert_load, moves=moves))
+            )
             if rank.watch is not None and not rank.is_silent:
                 process = ProcessId(pid=1000 + rank.rank, start_ticks=0, host="elsewhere")
                 rank.watch.send(encode_watch_message(Pulse(rank=rank.rank, process=process)))
@@ -308,6 +315,8 @@ class FakeRanks(threading.Thread):
                 if s.request.request_id != message.request_id
                 or message.choice_idx not in (None, s.choice_idx)
             ]
+        elif isinstance(message, MoveExperts) and self.move_outcome is not None:
+            rank.moves.append(MoveResult(message.request_id, *self.move_outcome))
         elif isinstance(message, Drain):
             rank.is_draining = True
             if message.abort:

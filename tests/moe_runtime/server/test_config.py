@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from moe_runtime.server.config import ExpertsConfig, decode_config, encode_config
-
-EXPERTS = ExpertsConfig(
-    num_moe_layers=2, num_experts=3, physical_to_logical=(2, 0, 1), first_expert=(0, 2, 3)
-)
+from moe_runtime.server.config import decode_config, encode_config
 
 
 def test_a_config_survives_its_encoding(make_config):
     config = make_config(
-        api_key="k", experts=EXPERTS, info={"a": 1, "b": [True, None]}, request_timeout_s=1.5
+        api_key="k",
+        expert_placement={"slots_per_rank": [1]},
+        info={"a": 1, "b": [True, None]},
+        request_timeout_s=1.5,
     )
     line = encode_config(config)
     assert line.count(b"\n") == 1
@@ -46,7 +45,6 @@ def test_anything_else_is_a_value_error(line):
         {"drain_timeout_s": -1.0},
         {"request_timeout_s": 0.0},
         {"max_body_bytes": 0},
-        {"experts": EXPERTS, "world_size": 3},
         {"max_num_seqs": 0},
         {"max_queued_seqs": -1},
         {"max_queued_tokens": -1},

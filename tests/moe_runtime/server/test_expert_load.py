@@ -2,41 +2,75 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from moe_runtime.server.config import ExpertsConfig
-from moe_runtime.server.expert_load import expert_counts, summarize_load
+from moe_runtime.eplb.placement import ModelPlacement
+from moe_runtime.eplb.placement_file import placement_to_json
+from moe_runtime.server.expert_load import LoadTally
 from tests.moe_runtime.server.conftest import wait_until
 
-EXPERTS = ExpertsConfig(
-    num_moe_layers=2, num_experts=3, physical_to_logical=(2, 0, 1), first_expert=(0, 2, 3)
+PLACEMENT = ModelPlacement(
+    physical_to_logical_map=np.array([[2, 0, 1], [2, 0, 1]]), first_expert=(0, 2, 3), num_logical_experts=3
 )
-REPORTS = [
-    np.array(counts, dtype="<i8").tobytes() for counts in ([[5, 1, 0], [0, 0, 2]], [[1, 1, 1], [2**40, 0, 0]])
-]
+COUNTS = [[[5, 1, 0], [0, 0, 2]], [[1, 1, 1], [2**40, 0, 0]]]
 
 
-def test_counts_of_all_homes_are_added():
-    assert expert_counts(EXPERTS, [*REPORTS, None]).tolist() == [[6, 2, 1], [2**40, 0, 2]]
-    assert expert_counts(EXPERTS, []).tolist() == [[0, 0, 0]] * 2
+def report(counts: list[list[int]]) -> bytes:
+    return np.array(counts, dtype="<i8").tobytes()
+
+
+def tally_of(placement: ModelPlacement = PLACEMENT, world_size: int = 2) -> LoadTally:
+    tally = LoadTally(placement, world_size)
+    for rank, counts in enumerate(COUNTS[:world_size]):
+        tally.take(rank, report(counts))
+    return tally
+
+
+def test_counts_of_all_homes_are_added_and_the_latest_report_counts():
+    tally = tally_of()
+    assert tally.counts.tolist() == [[6, 2, 1], [2**40, 0, 2]]
+    tally.take(0, report([[6, 1, 0], [0, 0, 2]]))
+    assert tally.counts.tolist() == [[7, 2, 1], [2**40, 0, 2]]
+    assert LoadTally(PLACEMENT, 2).counts.tolist() == [[0, 0, 0]] * 2
 
 
 def test_pairs_are_counted_where_the_experts_are():
-    summary = summarize_load(EXPERTS, REPORTS)
+    summary = tally_of().summary()
     # Rank 0 has experts 2 and 0, rank 1 has expert 1.
     assert summary.pairs == (7 + 2**40 + 2, 2)
     assert summary.balancedness == pytest.approx((4.5 / 7 + 0.5) / 2)
-    assert summarize_load(EXPERTS, [None]).pairs == (0, 0)
-    assert summarize_load(EXPERTS, [None]).balancedness == 1
+    nothing = LoadTally(PLACEMENT, 2).summary()
+    assert (nothing.pairs, nothing.balancedness) == ((0, 0), 1)
+    assert [tally_of().num_local_experts(rank) for rank in range(2)] == [2, 1]
+
+
+def test_copies_share_and_moves_count_from_when_they_happened():
+    copied = replace(PLACEMENT, physical_to_logical_map=np.array([[0, 1, 2, 0]] * 2), first_expert=(0, 2, 4))
+    tally = LoadTally(copied, 2)
+    tally.take(0, report([[5, 1, 0], [0, 0, 2]]))
+    assert tally.summary().pairs == (3 + 1, 2 + 2)
+    tally.move(np.array([[2, 0, 1, 0]] * 2, dtype="<i4").tobytes())
+    tally.take(0, report([[5, 1, 7], [0, 10, 2]]))
+    assert tally.summary().pairs == (3 + 1 + 7, 2 + 2 + 10), "what was counted stays where it was"
+
+
+def test_a_process_that_plays_all_ranks_counts_as_one():
+    tally = tally_of(world_size=1)
+    assert tally.summary().pairs == (8,)
+    assert tally.num_local_experts(0) == 3
+    with pytest.raises(ValueError, match=r"placed on 2 ranks; must be on world_size \(3\)"):
+        LoadTally(PLACEMENT, 3)
 
 
 def test_metrics_have_one_series_per_rank_and_agree_with_the_status(start_server):
-    server = start_server(experts=EXPERTS)
-    for rank, report in zip(server.ranks.ranks, REPORTS, strict=True):
-        rank.expert_load = report
-    expected = summarize_load(EXPERTS, REPORTS)
+    server = start_server(expert_placement=placement_to_json(PLACEMENT))
+    for rank, counts in zip(server.ranks.ranks, COUNTS, strict=True):
+        rank.expert_load = report(counts)
+    expected = tally_of().summary()
 
     def status():
         return server.http.get("/status").json()

@@ -14,7 +14,7 @@ import pytest
 from moe_runtime.engine.config import EngineConfig
 from moe_runtime.engine.llm import LLM
 from moe_runtime.kernels.schedules import Control, active_control
-from moe_runtime.verify.axes import AXES, GRAPHS_ABSENT
+from moe_runtime.verify.axes import AXES, GRAPHS_ABSENT, PLACEMENT_ABSENT
 from moe_runtime.verify.checker import ProgressFactory, check
 from moe_runtime.verify.compare import Output
 from moe_runtime.verify.config import CheckConfig
@@ -29,7 +29,11 @@ def test_every_axis_passes(llm: LLM, small_check: MakeConfig, progress: Progress
     report = check(llm, small_check(), progress)
     findings = {axis.name: axis.finding for axis in report.axes}
     elsewhere = "equal on loopback EP 2, loopback EP 4, loopback EP 8"
-    assert findings == dict.fromkeys(AXES, "equal") | {"graph": GRAPHS_ABSENT, "topology": elsewhere}
+    assert findings == dict.fromkeys(AXES, "equal") | {
+        "graph": GRAPHS_ABSENT,
+        "placement": "equal on loopback EP 4, 1 redundant, moved amid",
+        "topology": elsewhere,
+    }
     assert report.exit_code is CheckExit.EQUAL
     assert set(report.verdicts().values()) == {"equal"}
     by_name = {axis.name: axis for axis in report.axes}
@@ -180,7 +184,7 @@ def test_level_batch_holds_on_every_axis_and_digests_tell_deployments_apart(
     reports = {size: ranks(size, _check_on_a_rank, *arguments)[0] for size in (2, 3)}
     for report in reports.values():
         elsewhere = f"equal on collective tp 1, loopback EP {report.facts['ranks']}"
-        expected = dict.fromkeys(axes, "equal") | {"topology": elsewhere}
+        expected = dict.fromkeys(axes, "equal") | {"placement": PLACEMENT_ABSENT, "topology": elsewhere}
         assert {axis.name: axis.finding for axis in report.axes} == expected
         assert report.exit_code is CheckExit.EQUAL
         assert (report.facts["invariance"], report.facts["multiple reduction"]) == ("batch", "on")

@@ -1,0 +1,165 @@
+"""Expert weights on a GPU, reached beside the steps by copy engines alone.
+
+What a thread copies between device and pinned host memory goes through a stream of its own. A swap is copies on the
+stream of the steps, after those launched before and before the next. A later read waits for it on the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from moe_runtime.engine.expert_store import ExpertStore
+from moe_runtime.kernels.checksum import checksum
+from moe_runtime.kernels.replicas import Replicas
+from moe_runtime.layers.cuda_experts import LayerExperts
+
+__all__ = ["GpuExpertStore"]
+
+
+class GpuExpertStore(ExpertStore):
+    """Weights of fixed address. In Triton's interpreter they are CPU tensors, and copies are done at once.
+
+    Args:
+        layers: By layer, this process's experts.
+        replicas: By layer, the maps that kernels read.
+    """
+
+    def __init__(self, layers: Sequence[LayerExperts], replicas: Sequence[Replicas]) -> None:
+        self._layers = layers
+        self._replicas = replicas
+        first = layers[0]
+        self._device = first.w13.device
+        self._is_gpu = self._device.type == "cuda"
+        self.num_layers = len(layers)
+        self.num_slots = first.w13.shape[0]
+        self.expert_bytes = first.w13[0].nbytes + first.w2[0].nbytes if self.num_slots else 0
+        self._spare = LayerExperts(w13=torch.zeros_like(first.w13), w2=torch.zeros_like(first.w2))
+        self._read, self._written, self._read_back = (
+            torch.empty(self.expert_bytes, dtype=torch.uint8, pin_memory=self._is_gpu) for _ in range(3)
+        )
+        self._host_maps = tuple(
+            torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._is_gpu)
+            for tensor in (replicas[0].table, replicas[0].count)
+        )
+        self._new_maps = (torch.empty_like(replicas[0].table), torch.empty_like(replicas[0].count))
+        self._prepared: list[tuple[list[torch.Tensor], list[torch.Tensor]]] | None = None
+        self._side: torch.cuda.Stream | None = None
+        self._swap_start: torch.cuda.Event | None = None
+        self._swap_end: torch.cuda.Event | None = None
+        if self._is_gpu:
+            self._side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            self._swap_start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._swap_end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._is_timing = False
+        self._stall_s = 0.0
+        self._timing = threading.Lock()
+
+    def begin(self) -> None:
+        """See ``ExpertStore.begin``: a thread starts on the first device."""
+        if self._is_gpu:
+            torch.cuda.set_device(self._device)
+
+    def read(self, layer: int, slot: int) -> torch.Tensor:
+        """See ``ExpertStore.read``."""
+        return self._download(self._layers[layer], slot, self._read)
+
+    def fill(self, spare: int, data: torch.Tensor) -> None:
+        """See ``ExpertStore.fill``."""
+        self._written.copy_(data)
+        with self._beside_steps():
+            start = 0
+            for tensor in (self._spare.w13[spare], self._spare.w2[spare]):
+                flat = tensor.view(-1).view(torch.uint8)
+                flat.copy_(self._written[start : start + flat.shape[0]], non_blocking=True)
+                start += flat.shape[0]
+        self._wait()
+
+    def filled(self, spare: int) -> torch.Tensor:
+        """See ``ExpertStore.filled``."""
+        return self._download(self._spare, spare, self._read_back)
+
+    def live_checksum(self, layer: int, slot: int) -> int:
+        """See ``ExpertStore.live_checksum``: computed on the device."""
+        experts = self._layers[layer]
+        return checksum(
+            torch.cat([t.view(-1).view(torch.uint8) for t in (experts.w13[slot], experts.w2[slot])])
+        )
+
+    def prepare(self, layer: int, slots: Sequence[int], replicas: Replicas) -> None:
+        """See ``ExpertStore.prepare``."""
+        live, maps, places = self._layers[layer], self._replicas[layer], range(len(slots))
+        copies = [([maps.table, maps.count], list(self._new_maps))]
+        for weights, spare in ((live.w13, self._spare.w13), (live.w2, self._spare.w2)):
+            if slots:
+                copies.append(([weights[slot] for slot in slots], [spare[i] for i in places]))
+        self._prepared = copies
+        for host, given in zip(self._host_maps, (replicas.table, replicas.count), strict=True):
+            host.copy_(given)
+        with self._beside_steps():
+            for new, host in zip(self._new_maps, self._host_maps, strict=True):
+                new.copy_(host, non_blocking=True)
+        self._wait()
+
+    def swap(self) -> None:
+        """See ``ExpertStore.swap``; launches copies and waits for nothing."""
+        assert self._prepared is not None, "nothing is prepared"
+        copies, self._prepared = self._prepared, None
+        if self._swap_start is not None:
+            self.stall_s()  # or the events would forget the swap before
+            self._swap_start.record()
+        for live, new in copies:
+            torch._foreach_copy_(live, new)
+        if self._swap_end is not None:
+            self._swap_end.record()
+            self._is_timing = True
+
+    def stall_s(self) -> float:
+        """See ``ExpertStore.stall_s``; without a swap that the device has not reached."""
+        with self._timing:
+            start, end = self._swap_start, self._swap_end
+            if not self._is_timing or start is None or end is None:
+                return self._stall_s
+            if end.query():  # type: ignore[no-untyped-call]
+                self._stall_s += start.elapsed_time(end) / 1e3
+                self._is_timing = False
+        return self._stall_s
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See ``ExpertStore.to_host``."""
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._is_gpu)
+        with self._beside_steps():
+            host.copy_(tensor, non_blocking=True)
+        self._wait()
+        return host
+
+    def _download(self, experts: LayerExperts, slot: int, host: torch.Tensor) -> torch.Tensor:
+        with self._beside_steps():
+            start = 0
+            for tensor in (experts.w13[slot], experts.w2[slot]):
+                flat = tensor.view(-1).view(torch.uint8)
+                host[start : start + flat.shape[0]].copy_(flat, non_blocking=True)
+                start += flat.shape[0]
+        self._wait()
+        return host
+
+    @contextlib.contextmanager
+    def _beside_steps(self) -> Iterator[None]:
+        """Work on the side stream, after the latest swap."""
+        if self._side is None:
+            yield
+            return
+        if self._swap_end is not None:
+            self._swap_end.synchronize()
+        with torch.cuda.stream(self._side):
+            yield
+
+    def _wait(self) -> None:
+        if self._side is None:
+            return
+        done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        done.record(self._side)
+        done.synchronize()

@@ -1,0 +1,78 @@
+"""Sets up what moves experts: room for one layer's, a process group of its own, checksums of what was loaded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from moe_runtime.comm.agreement import all_or_none
+from moe_runtime.comm.groups import RankGroup
+from moe_runtime.engine.config import EngineConfig
+from moe_runtime.engine.expert_mover import ExpertMover
+from moe_runtime.engine.expert_store import CpuExpertStore, ExpertStore
+from moe_runtime.engine.expert_transfer import ExpertTransfer, loaded_checksums
+from moe_runtime.engine.model_loader import LoadedModel
+from moe_runtime.layers.decoder import Decoder
+from moe_runtime.layers.mlp import MoE
+
+__all__ = ["TRANSFER_TIMEOUT_S", "open_mover"]
+
+TRANSFER_TIMEOUT_S = 60.0
+"""Of a transfer between two ranks, after which a move has failed."""
+
+logger = logging.getLogger(__name__)
+
+
+def open_mover(model: LoadedModel, config: EngineConfig, group: RankGroup) -> ExpertMover | None:
+    """A mover of the model's experts; None where they stay (``ModelPlan.fixed_reason``). A collective of all ranks.
+
+    Args:
+        model: Loaded, and running no step.
+        config: When it moves by itself, and how far.
+        group: The ranks.
+
+    Raises:
+        CapacityError: there is no room for one layer's experts; on all ranks alike.
+        InvarianceError: copies of an expert differ.
+    """
+    plan = model.plan
+    if plan.fixed_reason:
+        return None
+    store = all_or_none(
+        group,
+        lambda: _store(model),
+        reason="no room for the experts of one layer beside the weights, which moving experts needs",
+        failures=(RuntimeError, MemoryError),
+    )
+    own = RankGroup()
+    first_expert: Sequence[int] = (0, plan.placement.num_physical_experts)
+    if group.size > 1:
+        # By gloo alone: nothing of a move may stand beside a step on a GPU.
+        own = replace(
+            group,
+            links=None,
+            process_group=dist.new_group(timeout=timedelta(seconds=TRANSFER_TIMEOUT_S), backend="gloo"),
+        )
+        first_expert = plan.placement.first_expert
+    checksums = loaded_checksums(store, own, plan.placement, first_expert)
+    logger.info("moves of experts: %.1f MiB for one layer", store.spare_bytes / 2**20)
+    return ExpertMover(
+        ExpertTransfer(store, own, first_expert, checksums),
+        plan.placement,
+        interval=config.rearrange_interval,
+        target_permille=max(1, round(config.rearrange_target * 1000)),
+    )
+
+
+def _store(model: LoadedModel) -> ExpertStore:
+    decoder = model.decoder
+    if isinstance(decoder, Decoder):
+        return CpuExpertStore([layer.mlp for layer in decoder.layers if isinstance(layer.mlp, MoE)])
+    from moe_runtime.engine.gpu_expert_store import GpuExpertStore
+
+    replicas = [found for found in decoder.replicas if found is not None]
+    return GpuExpertStore([layer.experts for layer in decoder.layers], replicas)

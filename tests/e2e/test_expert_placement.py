@@ -1,0 +1,157 @@
+"""Experts are moved over HTTP while two ranks serve: no answer changes, and a rank's death in between ends the gang."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from moe_runtime.eplb.placement_file import placement_from_json
+from tests.servers import RunningServer, running_server
+
+pytestmark = pytest.mark.xdist_group("servers")
+
+BODY = {
+    "prompt": "HAMLET\nWhat a piece of work is",
+    "max_tokens": 60,
+    "seed": 7,
+    "logprobs": 5,
+    "temperature": 0.9,
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with running_server(2, "--num-redundant-experts", "3", "--rearrange-interval", "50") as running:
+        yield running
+
+
+def shown(server: RunningServer) -> dict[str, Any]:
+    found: dict[str, Any] = httpx.get(f"{server.url}/expert_placement").raise_for_status().json()
+    return found
+
+
+def move(server: RunningServer, body: Any) -> httpx.Response:
+    """The answer, once no move that the interval has started is under way."""
+    while True:
+        response = httpx.post(f"{server.url}/expert_placement", json=body, timeout=60)
+        if response.status_code != 409 or "under way" not in response.json()["error"]["message"]:
+            return response
+
+
+def shuffled(placement: dict[str, Any], seed: int) -> dict[str, Any]:
+    """The same slots with experts anywhere."""
+    generator = random.Random(seed)
+    rows = [generator.sample(row, len(row)) for row in placement["physical_to_logical_map"]]
+    changed = {**placement, "physical_to_logical_map": rows}
+    del changed["sha256"]
+    return {**changed, "sha256": placement_from_json(changed).sha256}
+
+
+def answer(response: dict[str, Any]) -> str:
+    return json.dumps([response["choices"], response["usage"]])
+
+
+def test_answers_cross_moves_unchanged(server: RunningServer) -> None:
+    expected = answer(server.complete(**BODY))
+    ends = threading.Event()
+
+    def complete() -> list[str]:
+        answers = []
+        while not ends.is_set() or not answers:
+            answers.append(answer(server.complete(**BODY)))
+        return answers
+
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        clients = [pool.submit(complete) for _ in range(3)]
+        try:
+            for seed in range(3):
+                target = shuffled(shown(server)["placement"], seed)
+                response = move(server, target)
+                assert response.status_code == 200, response.text
+        finally:
+            ends.set()
+        for client in clients:
+            assert set(client.result()) == {expected}
+    stats = server.info()["rearrangement"]
+    assert stats["num_layers"] >= 3 * len(shown(server)["layer_versions"])
+    assert (stats["last_fault"], stats["outcomes"].get("failed", 0)) == ("", 0)
+
+
+def test_an_idle_server_finishes_a_move_and_shows_it(server: RunningServer) -> None:
+    before = shown(server)
+    assert before["fixed_reason"] is None
+    target = shuffled(before["placement"], seed=20)
+    response = move(server, target)
+    assert response.status_code == 200, response.text
+    after = response.json()
+    assert after["placement"] == target
+    assert after["rearrangement"]["placement_sha256"] == target["sha256"]
+    assert sum(after["layer_versions"]) > sum(before["layer_versions"])
+    evened = move(server, {"rebalance": True})
+    assert evened.status_code == 200, evened.text
+    stats = evened.json()["rearrangement"]
+    assert 0 < stats["balancedness_before"] <= 1
+    assert 0 < stats["balancedness_after"] <= 1
+    families = text_string_to_metric_families(httpx.get(f"{server.url}/metrics").text)
+    samples = {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
+    assert samples["moe_runtime_rearrangements_total", "succeeded"] >= 5
+    assert samples["moe_runtime_rearrangement_healthy",] == 1
+    assert samples["moe_runtime_rearrangement_bytes_total", "1"] > 0
+    for rank in server.info()["ranks"]:
+        assert rank["info"]["rearrangement_spare_bytes"] > 0
+
+
+def test_what_is_no_placement_here_is_refused(server: RunningServer) -> None:
+    placement = shown(server)["placement"]
+    unsigned = {name: value for name, value in placement.items() if name != "sha256"}
+    cases: list[tuple[Any, str]] = [
+        ({"rebalance": False}, "rebalance must be true"),
+        ({"rebalance": 1}, "rebalance must be true"),
+        ({"rebalance": True, "now": 1}, "only field"),
+        ([], "must be a JSON object"),
+        ({**placement, "version": 2}, "version (2) must be 1"),
+        ({**unsigned, "slots_per_rank": placement["slots_per_rank"][::-1]}, "slots_per_rank"),
+        (
+            {**unsigned, "physical_to_logical_map": placement["physical_to_logical_map"][1:]},
+            "layers of the placement",
+        ),
+        ({**placement, "physical_to_logical_map": placement["physical_to_logical_map"][1:]}, "sha256"),
+    ]
+    for body, message in cases:
+        response = move(server, body)
+        assert response.status_code == 400, response.text
+        assert message in response.json()["error"]["message"]
+    assert shown(server)["placement"] == placement
+
+
+def test_a_rank_killed_amid_moves_ends_the_gang(server: RunningServer) -> None:
+    ends = threading.Event()
+
+    def keep_moving() -> int:
+        target = shown(server)["placement"]
+        for seed in range(10_000):
+            try:
+                response = move(server, shuffled(target, seed))
+            except httpx.HTTPError:
+                return seed
+            if seed == 3:
+                ends.set()
+            if response.status_code == 503:
+                return seed
+        return 0
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        moving = pool.submit(keep_moving)
+        assert ends.wait(60)
+        server.signal_rank(1, signal.SIGKILL)
+        assert moving.result(60) > 3
+    assert server.wait_exit() != 0

@@ -1,0 +1,139 @@
+"""A layer's moves bring the right bytes to every rank, or fail on all ranks alike, and the next one works."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from moe_runtime.comm.groups import RankGroup
+from moe_runtime.engine.expert_store import CpuExpertStore
+from moe_runtime.engine.expert_transfer import ExpertTransfer, MoveError, loaded_checksums
+from moe_runtime.eplb.migration import layer_moves
+from moe_runtime.eplb.placement import ModelPlacement
+from moe_runtime.errors import InvarianceError
+from moe_runtime.kernels.replicas import Replicas
+from moe_runtime.layers.mlp import pack_expert
+from tests.placements import any_placement
+from tests.ranks import RankContext
+
+LAYERS, EXPERTS = 2, 5
+
+
+def weights(layer: int, expert: int):
+    generator = torch.Generator().manual_seed(100 * layer + expert)
+    return pack_expert(*(torch.randn(*s, generator=generator) for s in ((6, 8), (6, 8), (8, 6))))
+
+
+def store_of(placement: ModelPlacement, rank: int) -> CpuExpertStore:
+    replicas = Replicas(table=torch.zeros(1), count=torch.zeros(1), layer_idx=0)
+    return CpuExpertStore(
+        [
+            SimpleNamespace(
+                experts=[weights(i, e) for e in placement.layer(i).local_logical_experts(rank)],
+                replicas=replicas,
+            )
+            for i in range(LAYERS)
+        ]
+    )
+
+
+def holds(store: CpuExpertStore, layer: int, expected: list[int]) -> bool:
+    """Whether the first places of the spare room hold these experts."""
+    experts = [weights(layer, e) for e in expected]
+    return all(
+        torch.equal(
+            store.filled(i),
+            torch.cat([t.view(-1).view(torch.uint8) for t in (e.gate_up.tiles, e.down.tiles)]),
+        )
+        for i, e in enumerate(experts)
+    )
+
+
+def run_moves(context: RankContext, seed: int) -> None:
+    rank = context.rank
+    current, target = (any_placement(LAYERS, EXPERTS, context.world_size, 3, s) for s in (seed, seed + 1))
+    store = store_of(current, rank)
+    checksums = loaded_checksums(store, context.group, current, current.first_expert)
+    transfer = ExpertTransfer(store, context.group, current.first_expert, checksums)
+    first = current.first_expert[rank]
+    for layer in range(LAYERS):
+        moves = layer_moves(current.layer(layer), target.layer(layer))
+        own = [m for m in moves if first <= m.destination < current.first_expert[rank + 1]]
+        slots, num_bytes = transfer.run(layer, moves)
+        assert slots == [m.destination - first for m in own]
+        assert holds(store, layer, [m.logical for m in own])
+        rank_of = current.rank_of_physical
+        assert num_bytes == store.expert_bytes * sum(rank_of[m.source] != rank for m in own)
+    # A rank that cannot read: all ranks stop, name it, and the next layer works.
+    moves = layer_moves(current.layer(0), target.layer(0))
+    faulty = next(int(rank_of[m.source]) for m in moves)
+    read = store.read
+    if rank == faulty:
+        store.read = lambda *_: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+    with pytest.raises(
+        MoveError, match=rf"rank {faulty}: layer 0, logical expert \d: .* cannot be read: division by zero"
+    ):
+        transfer.run(0, moves)
+    store.read = read  # type: ignore[method-assign]
+    transfer.run(0, moves)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_moves_between_ranks(ranks, size):
+    ranks(size, run_moves, size)
+
+
+@pytest.fixture
+def alone():
+    current, target = (any_placement(LAYERS, EXPERTS, 4, 2, seed) for seed in (1, 2))
+    store = store_of(
+        ModelPlacement(
+            physical_to_logical_map=current.physical_to_logical_map,
+            first_expert=(0, current.num_physical_experts),
+            num_logical_experts=EXPERTS,
+        ),
+        0,
+    )
+    first_expert = (0, current.num_physical_experts)
+    checksums = loaded_checksums(store, RankGroup(), current, first_expert)
+    transfer = ExpertTransfer(store, RankGroup(), first_expert, checksums)
+    return transfer, layer_moves(current.layer(1), target.layer(1)), current
+
+
+def test_virtual_ranks_move_within_the_process(alone):
+    transfer, moves, _ = alone
+    slots, num_bytes = transfer.run(1, moves)
+    assert (slots, num_bytes) == ([m.destination for m in moves], 0)
+    assert holds(transfer.store, 1, [m.logical for m in moves])
+
+
+@pytest.mark.parametrize("where", ["stale source", "one bit on the way", "spare room"])
+def test_the_checksum_tells_of_every_fault(alone, where):
+    transfer, moves, _ = alone
+    store = transfer.store
+    if where == "stale source":
+        with torch.no_grad():
+            store._moes[1].experts[moves[0].source].down.tiles[0, 0, 0, 0] += 1
+    elif where == "one bit on the way":
+        fill = store.fill
+        store.fill = lambda spare, data: fill(spare, torch.cat([data[:-1], data[-1:] ^ 1]))
+    else:
+        store.fill = lambda spare, data: None
+    with pytest.raises(
+        MoveError, match=rf"layer 1, logical expert {moves[0].logical}: .* has checksum [0-9a-f]{{16}}"
+    ):
+        transfer.run(1, moves)
+    transfer.verifies = False
+    transfer.run(1, moves)
+
+
+def test_copies_that_differ_at_the_start_are_told(alone):
+    transfer, _, current = alone
+    store = transfer.store
+    row = current.physical_to_logical_map[0].tolist()
+    copy = next(i for i, e in enumerate(row) if row.index(e) != i)
+    store._moes[0].experts[copy].down.tiles[0, 0, 0, 0] += 1
+    with pytest.raises(InvarianceError, match=rf"layer 0, logical expert {row[copy]}: physical expert \d"):
+        loaded_checksums(store, RankGroup(), current, transfer.first_expert)
