@@ -89,8 +89,9 @@ def num_local_elements(
         for expert in placement.layer(i).local_logical_experts(rank):
             copies[layer_idx, expert] = copies.get((layer_idx, expert), 0) + 1
     for spec in local_specs(config, placement, rank):
-        expert, layer_idx = spec.logical_expert_id, spec.layer_idx
-        count = 1 if expert is None or layer_idx is None else copies[layer_idx, expert]
+        count = 1
+        if spec.layer_idx is not None and spec.logical_expert_id is not None:
+            count = copies[spec.layer_idx, spec.logical_expert_id]
         yield spec, count * prod(spec.shape)
 
 

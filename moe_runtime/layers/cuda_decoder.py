@@ -201,7 +201,7 @@ class CudaDecoder:
             )
             for layer_idx in range(config.num_layers)
         ]
-        self.replicas = replicas or [None] * config.num_layers
+        self.replicas: SequenceOf[Replicas | None] = replicas or [None] * config.num_layers
         norms = [layer.input_norm for layer in self.layers[1:]]
         self.next_norms = [*norms, load("final_norm").float()]
         if tp.size > 1:  # the first move connects the ranks, which cannot be captured in a graph

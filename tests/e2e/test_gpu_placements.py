@@ -46,11 +46,10 @@ def run_placed(context: RankContext, folder: str, num_redundant: int, tp: int):
     with placed(lambda *sizes: any_placement(*sizes, num_redundant, seed=7)):
         llm = gpu_llm(Path(folder), group=context.group, dispatcher="collective", tp=tp, **LIMITS)
     found = outputs(llm)
-    # One rank's first copy of an expert becomes another expert: the bits must tell.
-    experts = llm.model.decoder.layers[1].experts
-    if context.rank == 0:
-        for local in range(1, experts.w2.shape[0]):
-            experts.w2[local].copy_(experts.w2[0])
+    # Rank 0's experts get each other's weights: the bits must tell.
+    for layer in llm.model.decoder.layers:
+        if context.rank == 0:
+            layer.experts.w2.copy_(layer.experts.w2.roll(1, 0))
     return found, outputs(llm)
 
 

@@ -192,7 +192,7 @@ def test_a_slow_step_is_told_once_with_what_every_rank_does(
         for step_s in (1.0, 2.5, 3.0):
             game.pulse(0, step=9, step_s=step_s, phase="waiting for peers", waits=True, numbers="3 tokens")
             game.pulse(1, step=9, step_s=step_s, phase="in an expert layer", numbers="5 tokens")
-            wait_until(lambda step_s=step_s: all(p.step_s == step_s for p in game.watch.pulses.values()))
+            wait_until(lambda step_s=step_s: [p.step_s for p in game.watch.pulses.values()] == [step_s] * 2)
         wait_until(lambda: game.num_slow_steps == 1)
         game.pulse(1, step=10)
         game.pulse(0, step=10, slow_step=9, slow_step_s=3.2)  # known already
