@@ -40,7 +40,9 @@ def main() -> None:
     command = [sys.executable, *launcher, "-m", "moe_runtime.serve", "--port", str(options.port)]
     command += ["--dispatcher", options.dispatcher]
     start_s = time.monotonic()
-    server = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
+    server = subprocess.Popen(
+        command, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}, stderr=subprocess.DEVNULL
+    )
     try:
         _wait_ready(url)
         ready_s = time.monotonic() - start_s

@@ -35,7 +35,10 @@ class LoadServer:
         self.log: list[str] = []
         self.url = ""
         self._process = subprocess.Popen(
-            command, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+            command,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"},
         )
         threading.Thread(target=self._read_log, daemon=True).start()
 

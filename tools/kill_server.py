@@ -97,7 +97,8 @@ class Server:
         command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
         command += ["-m", "moe_runtime.serve", "--port", "0", *flags]
         self.world = world
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHELASTIC_ERROR_FILE": str(self.error_file)}
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+        environment["TORCHELASTIC_ERROR_FILE"] = str(self.error_file)
         self.start_s = time.monotonic()
         with self.log_file.open("wb") as log:
             self.process = subprocess.Popen(command, stderr=log, env=environment, start_new_session=True)
