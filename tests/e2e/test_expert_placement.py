@@ -103,7 +103,7 @@ def test_an_idle_server_finishes_a_move_and_shows_it(server: RunningServer) -> N
     assert 0 < stats["balancedness_after"] <= 1
     families = text_string_to_metric_families(httpx.get(f"{server.url}/metrics").text)
     samples = {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
-    assert samples["moe_runtime_rearrangements_total", "succeeded"] >= 5
+    assert samples["moe_runtime_rearrangements_total", "succeeded"] >= 2
     assert samples["moe_runtime_rearrangement_healthy",] == 1
     assert samples["moe_runtime_rearrangement_bytes_total", "1"] > 0
     for rank in server.info()["ranks"]:
