@@ -114,11 +114,12 @@ def _event(chunk: type[BaseModel]) -> dict[str, Any]:
         "Where `stream` is true: one event. The last one's data is `[DONE]`. A fault after the first event is an "
         "event with an `ErrorResponse`, and no `[DONE]` follows"
     )
-    data = {
+    document = {
         "type": "string",
         "contentMediaType": "application/json",
         "contentSchema": {"$ref": _REF.format(model=chunk.__name__)},
     }
+    data = {"anyOf": [{"const": "[DONE]"}, document]}
     return {"type": "object", "properties": {"data": data}, "required": ["data"], "description": text}
 
 
