@@ -7,6 +7,7 @@ import json
 import random
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -86,6 +87,11 @@ def test_answers_cross_moves_unchanged(server: RunningServer) -> None:
     assert (stats["last_fault"], stats["outcomes"].get("failed", 0)) == ("", 0)
 
 
+def samples_of(server: RunningServer) -> dict[tuple[str, ...], float]:
+    families = text_string_to_metric_families(httpx.get(f"{server.url}/metrics").text)
+    return {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
+
+
 def test_an_idle_server_finishes_a_move_and_shows_it(server: RunningServer) -> None:
     before = shown(server)
     assert before["fixed_reason"] is None
@@ -101,8 +107,11 @@ def test_an_idle_server_finishes_a_move_and_shows_it(server: RunningServer) -> N
     stats = evened.json()["rearrangement"]
     assert 0 < stats["balancedness_before"] <= 1
     assert 0 < stats["balancedness_after"] <= 1
-    families = text_string_to_metric_families(httpx.get(f"{server.url}/metrics").text)
-    samples = {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
+    samples = samples_of(server)
+    end_s = time.monotonic() + 20
+    while not samples["moe_runtime_rearrangement_bytes_total", "1"] and time.monotonic() < end_s:
+        time.sleep(0.1)  # a rank reports about once a second
+        samples = samples_of(server)
     assert samples["moe_runtime_rearrangements_total", "succeeded"] >= 2
     assert samples["moe_runtime_rearrangement_healthy",] == 1
     assert samples["moe_runtime_rearrangement_bytes_total", "1"] > 0

@@ -187,6 +187,12 @@ def test_server_info_holds_the_resolved_configuration_and_every_rank(server: Run
     assert info["resolved"]["kv_cache_blocks"] == 4
     assert info["resolved"]["max_model_len"] == info["limits"]["max_model_len"]
     assert info["http"]["api_key"] is None
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:  # more than one rank takes at a time
+        list(pool.map(lambda _: server.complete(prompt="x", max_tokens=40, ignore_eos=True), range(6)))
+    end_s = time.monotonic() + 20
+    while not all(row["num_computed_tokens"] for row in info["ranks"]) and time.monotonic() < end_s:
+        time.sleep(0.1)  # a rank reports about once a second
+        info = server.info()
     for rank, row in enumerate(info["ranks"]):
         assert (row["rank"], row["kv_blocks"], row["device"]) == (rank, 4, "cpu")
         assert row["phase"] in ("idle", "running")
