@@ -6,9 +6,9 @@ The same placements give the same moves on every rank, so nobody needs to be tol
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+from moe_runtime.eplb.moves import check_alike
 from moe_runtime.eplb.placement import ExpertPlacement, ModelPlacement
 
 __all__ = ["ExpertMove", "changed_layers", "layer_moves"]
@@ -35,12 +35,7 @@ def changed_layers(current: ModelPlacement, target: ModelPlacement) -> list[int]
     Raises:
         ValueError: the placements are not of the same layers, experts and slots.
     """
-    for name in ("num_layers", "num_logical_experts", "slots_per_rank"):
-        here, there = getattr(current, name), getattr(target, name)
-        if here != there:
-            raise ValueError(
-                f"{name} of the target placement ({there}) must equal the current one's ({here})"
-            )
+    check_alike(current, target)
     differs = (current.physical_to_logical_map != target.physical_to_logical_map).any(axis=1)
     return [int(layer) for layer in differs.nonzero()[0]]
 
@@ -56,7 +51,7 @@ def layer_moves(current: ExpertPlacement, target: ExpertPlacement) -> list[Exper
         current: The layer's placement.
         target: Of the same experts and slots.
     """
-    rank_of = _rank_of_physical(current)
+    rank_of = current.rank_of_physical.tolist()
     before, after = current.physical_to_logical_map.tolist(), target.physical_to_logical_map.tolist()
     copies: dict[int, list[int]] = {}
     for physical, logical in enumerate(before):
@@ -81,8 +76,3 @@ def layer_moves(current: ExpertPlacement, target: ExpertPlacement) -> list[Exper
         ExpertMove(destination=physical, source=source[physical], logical=after[physical])
         for _, physical in sorted(ordered)
     ]
-
-
-def _rank_of_physical(placement: ExpertPlacement) -> Sequence[int]:
-    first = placement.first_expert
-    return [rank for rank in range(placement.ep_size) for _ in range(first[rank], first[rank + 1])]

@@ -14,7 +14,7 @@ import numpy as np
 from moe_runtime.eplb.loads import IntArray
 from moe_runtime.eplb.placement import ModelPlacement
 
-__all__ = ["Moves", "aligned", "moves_between", "occurrences", "relabelled"]
+__all__ = ["Moves", "aligned", "check_alike", "moves_between", "occurrences", "relabelled"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -47,7 +47,7 @@ def moves_between(current: ModelPlacement, target: ModelPlacement) -> Moves:
 
     From (0, 1), (2, 3) to (0, 2), (1, 3) slot 1 takes expert 2 from slot 2, and slot 2 takes expert 1 from slot 1.
     """
-    _check_alike(current, target)
+    check_alike(current, target)
     before, after = current.physical_to_logical_map, target.physical_to_logical_map
     layer, physical = (index.astype(np.int64) for index in np.nonzero(before != after))
     logical = after[layer, physical]
@@ -70,7 +70,7 @@ def aligned(current: ModelPlacement, target: ModelPlacement) -> ModelPlacement:
 
     (0, 1, 2) to (3, 0, 1) becomes (0, 1, 3).
     """
-    _check_alike(current, target)
+    check_alike(current, target)
     before, after = _keys(current), _keys(target)
     stays = np.isin(before, after)
     is_new = ~np.isin(after, before)
@@ -86,7 +86,7 @@ def relabelled(current: ModelPlacement, target: ModelPlacement) -> ModelPlacemen
     Per layer, the pair of ranks with the most experts in common first, ties to the lowest ids; only ranks with as many
     slots are exchanged. Not for placements by node: it may move ranks between nodes.
     """
-    _check_alike(current, target)
+    check_alike(current, target)
     slots = np.asarray(current.slots_per_rank)
     num_layers, ep_size = current.num_layers, current.ep_size
     common = np.minimum(_held(current), 1).transpose(0, 2, 1) @ _held(target)
@@ -137,7 +137,8 @@ def _keys(placement: ModelPlacement) -> IntArray:
     return pair * placement.num_physical_experts + nth
 
 
-def _check_alike(current: ModelPlacement, target: ModelPlacement) -> None:
+def check_alike(current: ModelPlacement, target: ModelPlacement) -> None:
+    """Refuse placements that are not of the same layers, experts and slots: ``ValueError`` names what differs."""
     for name in ("num_layers", "num_logical_experts", "slots_per_rank"):
         mine, other = getattr(current, name), getattr(target, name)
         if mine != other:

@@ -28,8 +28,42 @@ __all__ = [
 ]
 
 
+class _Slots:
+    """What follows from the physical experts of each rank, which are the same in every layer."""
+
+    __slots__ = ()
+
+    first_expert: tuple[int, ...]
+    num_logical_experts: int
+
+    @property
+    def ep_size(self) -> int:
+        """Ranks in the expert-parallel group."""
+        return len(self.first_expert) - 1
+
+    @property
+    def slots_per_rank(self) -> tuple[int, ...]:
+        """Physical experts of each rank, in one layer."""
+        return tuple(b - a for a, b in itertools.pairwise(self.first_expert))
+
+    @property
+    def num_physical_experts(self) -> int:
+        """Physical experts of all ranks, in one layer."""
+        return self.first_expert[-1]
+
+    @property
+    def num_redundant_experts(self) -> int:
+        """Physical minus logical experts, in one layer."""
+        return self.num_physical_experts - self.num_logical_experts
+
+    @property
+    def rank_of_physical(self) -> IntArray:
+        """``[num_physical]`` int64: the rank of each physical expert."""
+        return np.repeat(np.arange(self.ep_size, dtype=np.int64), self.slots_per_rank)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ExpertPlacement:
+class ExpertPlacement(_Slots):
     """Placement of one layer's experts.
 
     Attributes:
@@ -50,21 +84,6 @@ class ExpertPlacement:
                 f"physical_to_logical_map {physical.tolist()} must hold every logical expert in "
                 f"[0, {self.num_logical_experts}) and no other"
             )
-
-    @property
-    def ep_size(self) -> int:
-        """Ranks in the expert-parallel group."""
-        return len(self.first_expert) - 1
-
-    @property
-    def num_physical_experts(self) -> int:
-        """Copies of all logical experts together."""
-        return self.first_expert[-1]
-
-    @property
-    def num_redundant_experts(self) -> int:
-        """Physical minus logical experts."""
-        return self.num_physical_experts - self.num_logical_experts
 
     @property
     def logical_to_physical(self) -> IntArray:
@@ -94,7 +113,7 @@ class ExpertPlacement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ModelPlacement:
+class ModelPlacement(_Slots):
     """Placement of the experts of every mixture-of-experts layer; every layer has the same slots on each rank.
 
     Equal placements have equal hashes on every machine, and are equal and hashable as Python objects.
@@ -151,31 +170,6 @@ class ModelPlacement:
     def num_layers(self) -> int:
         """Layers with experts."""
         return int(self.physical_to_logical_map.shape[0])
-
-    @property
-    def ep_size(self) -> int:
-        """Ranks in the expert-parallel group."""
-        return len(self.first_expert) - 1
-
-    @property
-    def slots_per_rank(self) -> tuple[int, ...]:
-        """Physical experts of each rank, in one layer."""
-        return tuple(b - a for a, b in itertools.pairwise(self.first_expert))
-
-    @property
-    def num_physical_experts(self) -> int:
-        """Physical experts of all ranks, in one layer."""
-        return self.first_expert[-1]
-
-    @property
-    def num_redundant_experts(self) -> int:
-        """Physical minus logical experts, in one layer."""
-        return self.num_physical_experts - self.num_logical_experts
-
-    @property
-    def rank_of_physical(self) -> IntArray:
-        """``[num_physical]`` int64: the rank of each physical expert."""
-        return np.repeat(np.arange(self.ep_size, dtype=np.int64), self.slots_per_rank)
 
     @property
     def is_identity(self) -> bool:

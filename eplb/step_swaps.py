@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from moe_runtime.eplb.loads import IntArray
 from moe_runtime.eplb.packing import NEVER, Packing, rank_sums
+from moe_runtime.eplb.swaps import exchange, exchange_holds, exchange_loads
 
 __all__ = ["StepLoads", "improve_steps"]
 
@@ -161,19 +162,11 @@ class _StepSearch:
         self, layers: IntArray, first: IntArray, second: IntArray, rank: IntArray, other: IntArray
     ) -> None:
         packing, loads = self.loads.packing, self.loads
-        for array in (packing.expert, packing.copy_load, loads.slot_load):
-            kept = array[layers, first]
-            array[layers, first] = array[layers, second]
-            array[layers, second] = kept
-        total = packing.copy_load[layers, first] - packing.copy_load[layers, second]
-        packing.rank_load[layers, rank] += total
-        packing.rank_load[layers, other] -= total
-        change = loads.slot_load[layers, first] - loads.slot_load[layers, second]
-        loads.rank_load[layers, rank] += change
-        loads.rank_load[layers, other] -= change
+        exchange(packing.expert, layers, first, second)
+        for slot_load, rank_load in (
+            (packing.copy_load, packing.rank_load),
+            (loads.slot_load, loads.rank_load),
+        ):
+            exchange_loads(slot_load, rank_load, layers, first, second, rank, other)
         if self.has_copies:
-            a, b = packing.expert[layers, first], packing.expert[layers, second]
-            self.holds[layers, a, rank] += 1
-            self.holds[layers, a, other] -= 1
-            self.holds[layers, b, other] += 1
-            self.holds[layers, b, rank] -= 1
+            exchange_holds(self.holds, packing.expert, layers, first, second, rank, other)

@@ -9,11 +9,12 @@ Ties: the first in the order of ranks and slots.
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from moe_runtime.eplb.loads import IntArray
 from moe_runtime.eplb.packing import NEVER, Packing
 
-__all__ = ["improve_by_swaps"]
+__all__ = ["exchange", "exchange_holds", "exchange_loads", "improve_by_swaps"]
 
 PAIRED_ROUNDS = 8
 MAX_CELLS = 1 << 22
@@ -131,16 +132,54 @@ class _Search:
         self, layers: IntArray, first: IntArray, second: IntArray, rank: IntArray, other: IntArray
     ) -> None:
         packing = self.packing
-        for array in (packing.expert, packing.copy_load):
-            kept = array[layers, first]
-            array[layers, first] = array[layers, second]
-            array[layers, second] = kept
-        change = packing.copy_load[layers, first] - packing.copy_load[layers, second]
-        packing.rank_load[layers, rank] += change
-        packing.rank_load[layers, other] -= change
+        exchange(packing.expert, layers, first, second)
+        exchange_loads(packing.copy_load, packing.rank_load, layers, first, second, rank, other)
         if self.has_copies:
-            a, b = packing.expert[layers, first], packing.expert[layers, second]
-            self.holds[layers, a, rank] += 1
-            self.holds[layers, a, other] -= 1
-            self.holds[layers, b, other] += 1
-            self.holds[layers, b, rank] -= 1
+            exchange_holds(self.holds, packing.expert, layers, first, second, rank, other)
+
+
+def exchange(array: IntArray, layers: IntArray, first: IntArray, second: IntArray) -> None:
+    """Two slots of each layer change places."""
+    kept = array[layers, first]
+    array[layers, first] = array[layers, second]
+    array[layers, second] = kept
+
+
+def exchange_loads(
+    slot_load: IntArray,
+    rank_load: IntArray,
+    layers: IntArray,
+    first: IntArray,
+    second: IntArray,
+    rank: IntArray,
+    other: IntArray,
+) -> None:
+    """The loads of two slots change places, and those of their ranks follow.
+
+    Args:
+        slot_load: ``[num_layers, num_physical, ...]``.
+        rank_load: ``[num_layers, ep_size, ...]``.
+        layers, first, second: Layers and two slots of each.
+        rank, other: Their ranks.
+    """
+    exchange(slot_load, layers, first, second)
+    change = slot_load[layers, first] - slot_load[layers, second]
+    rank_load[layers, rank] += change
+    rank_load[layers, other] -= change
+
+
+def exchange_holds(
+    holds: npt.NDArray[np.int16],
+    expert: IntArray,
+    layers: IntArray,
+    first: IntArray,
+    second: IntArray,
+    rank: IntArray,
+    other: IntArray,
+) -> None:
+    """How many copies of each expert each rank holds, after the experts of two slots have changed places."""
+    a, b = expert[layers, first], expert[layers, second]
+    holds[layers, a, rank] += 1
+    holds[layers, a, other] -= 1
+    holds[layers, b, other] += 1
+    holds[layers, b, rank] -= 1

@@ -93,7 +93,23 @@ class RoutedRows:
     x: torch.Tensor
     ids: torch.Tensor
     weights: torch.Tensor
-    slot_table: torch.Tensor | None
+    slot_table: torch.Tensor | None = None
+
+    @classmethod
+    def allocate(
+        cls, config: ModelConfig, max_rows: int, dtype: torch.dtype, device: torch.device
+    ) -> RoutedRows:
+        """Buffers of their own, for M up to ``max_rows``."""
+        num_topk = config.num_experts_per_tok
+        return cls(
+            x=torch.zeros(max_rows, config.hidden_size, dtype=dtype, device=device),
+            ids=torch.zeros(max_rows, num_topk, dtype=torch.int32, device=device),
+            weights=torch.zeros(max_rows, num_topk, dtype=torch.float32, device=device),
+        )
+
+    def first(self, m: int, slot_table: torch.Tensor | None = None) -> RoutedRows:
+        """Views of the first M rows."""
+        return RoutedRows(x=self.x[:m], ids=self.ids[:m], weights=self.weights[:m], slot_table=slot_table)
 
 
 class Experts(ABC):
@@ -257,16 +273,14 @@ class LocalExperts(Experts):
         num_topk, hidden = config.num_experts_per_tok, config.hidden_size
         # One slice is the whole step; rows in expert-major order use the room of the expert rows, which follow them.
         self._scratch = ExpertScratch(config, schedules, max_rows, dtype, device)
-        self._x = torch.zeros(max_rows, hidden, dtype=dtype, device=device)
-        self._ids = torch.zeros(max_rows, num_topk, dtype=torch.int32, device=device)
-        self._weights = torch.zeros(max_rows, num_topk, dtype=torch.float32, device=device)
+        self._routed = RoutedRows.allocate(config, max_rows, dtype, device)
         self._rows = torch.zeros(max_rows, num_topk, hidden, dtype=dtype, device=device)
 
     def routed_rows(self, shape: StepShape) -> RoutedRows:
         """Buffers of this class; ``topk`` writes the slot table of steps that use one."""
         m = shape.capacity
         table = self._scratch.slot_table(m) if 0 < m <= MAX_CAPACITY else None
-        return RoutedRows(x=self._x[:m], ids=self._ids[:m], weights=self._weights[:m], slot_table=table)
+        return self._routed.first(m, table)
 
     def run(
         self,

@@ -56,10 +56,7 @@ class DispatchedExperts(Experts):
         self.dispatcher = dispatcher
         self.rank, self.num_processes, self.num_bytes = rank, size, num_buffer_bytes
         self._scratch = ExpertScratch(config, schedules, min(size * max_rows, MAX_SLICE), dtype, device)
-        num_topk = config.num_experts_per_tok
-        self._x = torch.zeros(max_rows, config.hidden_size, dtype=dtype, device=device)
-        self._ids = torch.zeros(max_rows, num_topk, dtype=torch.int32, device=device)
-        self._weights = torch.zeros(max_rows, num_topk, dtype=torch.float32, device=device)
+        self._routed = RoutedRows.allocate(config, max_rows, dtype, device)
         self._row = torch.arange(max_rows, dtype=torch.int32, device=device)
 
     @property
@@ -69,8 +66,7 @@ class DispatchedExperts(Experts):
 
     def routed_rows(self, shape: StepShape) -> RoutedRows:
         """Buffers of this class."""
-        own = shape.tokens_per_rank[self.rank]
-        return RoutedRows(x=self._x[:own], ids=self._ids[:own], weights=self._weights[:own], slot_table=None)
+        return self._routed.first(shape.tokens_per_rank[self.rank])
 
     def run(
         self,

@@ -79,7 +79,7 @@ class SpreadExperts(Experts):
     def routed_rows(self, shape: StepShape) -> RoutedRows:
         """Places of the exchange."""
         x, ids, weights = self.exchange.own_rows(shape)
-        return RoutedRows(x=x, ids=ids, weights=weights, slot_table=None)
+        return RoutedRows(x=x, ids=ids, weights=weights)
 
     def run(
         self,
@@ -147,15 +147,11 @@ class LoopbackExperts(Experts):
         self.first_expert = tuple(first_expert)
         self.num_bytes = sum(exchange.num_bytes for exchange in exchanges)
         self._scratch = ExpertScratch(config, schedules, min(max_rows, MAX_SLICE), dtype, device)
-        num_topk = config.num_experts_per_tok
-        self._x = torch.zeros(max_rows, config.hidden_size, dtype=dtype, device=device)
-        self._ids = torch.zeros(max_rows, num_topk, dtype=torch.int32, device=device)
-        self._weights = torch.zeros(max_rows, num_topk, dtype=torch.float32, device=device)
+        self._routed = RoutedRows.allocate(config, max_rows, dtype, device)
 
     def routed_rows(self, shape: StepShape) -> RoutedRows:
         """Buffers of this class."""
-        m = shape.capacity
-        return RoutedRows(x=self._x[:m], ids=self._ids[:m], weights=self._weights[:m], slot_table=None)
+        return self._routed.first(shape.capacity)
 
     def run(
         self,

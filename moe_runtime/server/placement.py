@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-import numpy as np
 from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -79,24 +78,25 @@ def _target(data: bytes, context: Context) -> ModelPlacement | None:
         if fields != {"rebalance": True} or fields["rebalance"] is not True:
             raise InvalidRequestError("rebalance must be true, and the only field", param="rebalance")
         return None
-    start = _start_placement(context)
+    now = _placement(context)
     try:
         target = placement_from_json(fields)
-        check_fits(target, start.num_layers, start.num_logical_experts, start.ep_size)
-        if target.slots_per_rank != start.slots_per_rank:
+        check_fits(target, now.num_layers, now.num_logical_experts, now.ep_size)
+        if target.slots_per_rank != now.slots_per_rank:
             raise ValueError(
                 f"slots_per_rank ({list(target.slots_per_rank)}) must be those of the deployment "
-                f"({list(start.slots_per_rank)})"
+                f"({list(now.slots_per_rank)})"
             )
     except ValueError as error:
         raise InvalidRequestError(str(error)) from None
     return target
 
 
-def _start_placement(context: Context) -> ModelPlacement:
-    if context.config.expert_placement is None:
+def _placement(context: Context) -> ModelPlacement:
+    """Where experts are now."""
+    if context.client.load is None:
         raise ApiError(409, f"experts stay here: {context.config.experts_fixed_reason}", code="experts_fixed")
-    return placement_from_json(context.config.expert_placement)
+    return context.client.load.placement
 
 
 def _check_result(result: MoveResult) -> None:
@@ -113,16 +113,8 @@ def _check_result(result: MoveResult) -> None:
 
 
 def _document(context: Context) -> Response:
-    placement, report = _start_placement(context), context.client.placement
-    versions = [0] * placement.num_layers
-    if report is not None:
-        physical = np.frombuffer(report.physical_to_logical_map, dtype="<i4").astype(np.int64)
-        placement = ModelPlacement(
-            physical_to_logical_map=physical.reshape(placement.num_layers, -1),
-            first_expert=placement.first_expert,
-            num_logical_experts=placement.num_logical_experts,
-        )
-        versions = list(report.versions)
+    placement, report = _placement(context), context.client.placement
+    versions = [0] * placement.num_layers if report is None else list(report.versions)
     document: dict[str, Any] = {
         "placement": placement_to_json(placement),
         "layer_versions": versions,
