@@ -90,6 +90,26 @@ def _pids(server: RunningServer, headers: dict[str, str]) -> list[int]:
     return [*ranks, int(children[0])]
 
 
+def _probe_in_vain(server: RunningServer, duration_s: float, headers: dict[str, str]) -> None:
+    """Five requests a second, from a client that gives each 0.2 s, to a server whose step stands still."""
+    end_s = time.monotonic() + duration_s
+    while time.monotonic() < end_s:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{server.url}/v1/completions", json=BODY, headers=headers, timeout=0.2)
+
+
+def _only_these_are_open(server: RunningServer, num_requests: int, headers: dict[str, str]) -> None:
+    """Nothing is left of requests whose clients have gone."""
+    end_s = time.monotonic() + 30
+    while True:
+        ranks = [rank["stats"] for rank in _info(server, headers)["ranks"]]
+        num_open = sum(stats["num_running"] + stats["num_waiting"] for stats in ranks)
+        if num_open == num_requests:
+            return
+        assert time.monotonic() < end_s, f"{num_open} requests are open, not {num_requests}"
+        time.sleep(0.05)
+
+
 def _listening(pid: int) -> set[str]:
     """Addresses, in the kernel's notation, at which a process listens for TCP."""
     links = (Path(f"/proc/{pid}/fd") / name for name in os.listdir(f"/proc/{pid}/fd"))
@@ -118,9 +138,10 @@ def test_a_pause_is_no_fault_and_a_kill_is_told_in_json_without_secrets(tmp_path
         assert _listening(pids[2]), "the front end listens"
         with open_requests(server, **headers) as futures:
             os.kill(pids[1], signal.SIGSTOP)
-            time.sleep(1.8)
+            _probe_in_vain(server, 1.8, headers)
             assert httpx.get(f"{server.url}/health/live").status_code == 200
             os.kill(pids[1], signal.SIGCONT)
+            _only_these_are_open(server, 4, headers)
             after = httpx.post(f"{server.url}/v1/completions", json=BODY, headers=headers, timeout=60).json()
             assert [before["choices"], before["usage"]] == [after["choices"], after["usage"]]
             metrics = httpx.get(f"{server.url}/metrics", headers=headers).text
@@ -142,6 +163,18 @@ def test_a_pause_is_no_fault_and_a_kill_is_told_in_json_without_secrets(tmp_path
     assert PROMPT not in text
     assert f"rank 1 (pid {pids[1]})" in json.loads(error_file.read_text())["message"]["message"]
     assert set(Path("/dev/shm").iterdir()) <= shared
+
+
+@pytest.mark.slow  # the ordinary suite has it with a shorter pause
+def test_probes_of_a_server_that_stands_still_for_a_minute_leave_nothing_behind() -> None:
+    with running_server(2, "--heartbeat-timeout-s", "120", "--step-timeout-s", "120") as server:
+        before = server.complete(**BODY)
+        rank = server.info()["ranks"][1]["pid"]
+        os.kill(rank, signal.SIGSTOP)
+        _probe_in_vain(server, 60.0, {})
+        os.kill(rank, signal.SIGCONT)
+        _only_these_are_open(server, 0, {})
+        assert server.complete(**BODY)["choices"] == before["choices"]
 
 
 def test_a_rank_that_is_stopped_is_ended_and_named(tmp_path: Path) -> None:
