@@ -94,8 +94,9 @@ def _probe_in_vain(server: RunningServer, duration_s: float, headers: dict[str, 
     """Five requests a second, from a client that gives each 0.2 s, to a server whose step stands still."""
     end_s = time.monotonic() + duration_s
     while time.monotonic() < end_s:
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{server.url}/v1/completions", json=BODY, headers=headers, timeout=0.2)
+        with contextlib.suppress(httpx.ReadTimeout):
+            answer = httpx.post(f"{server.url}/v1/completions", json=BODY, headers=headers, timeout=0.2)
+            raise AssertionError(f"answered: {answer.status_code} {answer.text}")
 
 
 def _only_these_are_open(server: RunningServer, num_requests: int, headers: dict[str, str]) -> None:
@@ -163,18 +164,6 @@ def test_a_pause_is_no_fault_and_a_kill_is_told_in_json_without_secrets(tmp_path
     assert PROMPT not in text
     assert f"rank 1 (pid {pids[1]})" in json.loads(error_file.read_text())["message"]["message"]
     assert set(Path("/dev/shm").iterdir()) <= shared
-
-
-@pytest.mark.slow  # the ordinary suite has it with a shorter pause
-def test_probes_of_a_server_that_stands_still_for_a_minute_leave_nothing_behind() -> None:
-    with running_server(2, "--heartbeat-timeout-s", "120", "--step-timeout-s", "120") as server:
-        before = server.complete(**BODY)
-        rank = server.info()["ranks"][1]["pid"]
-        os.kill(rank, signal.SIGSTOP)
-        _probe_in_vain(server, 60.0, {})
-        os.kill(rank, signal.SIGCONT)
-        _only_these_are_open(server, 0, {})
-        assert server.complete(**BODY)["choices"] == before["choices"]
 
 
 def test_a_rank_that_is_stopped_is_ended_and_named(tmp_path: Path) -> None:
