@@ -53,7 +53,9 @@ def floor_us(num_elements: int, part_dtype: torch.dtype, size: int) -> float:
     return min(one_shot, exchange) / (LINK_GBPS * 1e3)
 
 
-def measure_ours(ranks: Ranks, shape: tuple[int, int], part_dtype: torch.dtype) -> list[Row]:
+def measure_ours(
+    ranks: Ranks, shape: tuple[int, int], part_dtype: torch.dtype, *, only_usual: bool = False
+) -> list[Row]:
     """A row per form and schedule."""
     group, num_elements = ranks.group, shape[0] * shape[1]
     num_calls = CALLS_LARGE if num_elements > LARGE_ELEMENTS else CALLS
@@ -84,7 +86,7 @@ def measure_ours(ranks: Ranks, shape: tuple[int, int], part_dtype: torch.dtype) 
     usual = prefers_one_shot(num_elements * part_dtype.itemsize, group.size)
     for one_shot in (True, False):
         tried: list[AllReduceSchedule | None] = [None]
-        if one_shot == usual:
+        if one_shot == usual and not only_usual:
             tried += [
                 AllReduceSchedule(block=b, num_warps=w, max_programs=p)
                 for b, w, p in OTHER_SCHEDULES[num_elements]
@@ -156,14 +158,20 @@ def measure_libraries(ranks: Ranks, num_elements: int, dtype: torch.dtype) -> Ro
     }
 
 
-def main() -> None:
-    """Measure everything; rank 0 prints and writes."""
+def parse_options(args: Sequence[str] | None = None) -> argparse.Namespace:
+    """Of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--usual", action="store_true", help="no schedule but the usual one")
     parser.add_argument("--commit", default="", help="recorded with the results")
-    options = parser.parse_args()
+    return parser.parse_args(args)
+
+
+def main() -> None:
+    """Measure everything; rank 0 prints and writes."""
+    options = parse_options()
     start_s = time.monotonic()
     ranks = Ranks()
     results = []
@@ -174,8 +182,8 @@ def main() -> None:
                 "shape": list(shape),
                 "parts": str(dtype).removeprefix("torch."),
                 "floor_us": round(floor_us(num_elements, dtype, ranks.group.size), 2),
-                "must_us": MUST_US.get((shape, dtype)),
-                "ours": measure_ours(ranks, shape, dtype),
+                "must_us": MUST_US.get((shape, dtype)) if ranks.group.size == 2 else None,
+                "ours": measure_ours(ranks, shape, dtype, only_usual=options.usual),
                 "libraries_us": measure_libraries(ranks, num_elements, dtype),
             }
             results.append(row)

@@ -2,20 +2,24 @@
 
     torchrun --nproc-per-node 2 benchmarks/bench_dispatch.py --commit X --output benchmarks/results/dispatch_h200.json
 
-Dimensions of Qwen3-30B-A3B (hidden 2048, 128 experts, top-8, bf16), routing at random. A layer is the product's own
-calls around an identity expert (``dispatch_chain.py``); a graph holds ``NUM_LAYERS`` of them (``NUM_LAYERS_LARGE`` from
-``LARGE_TOKENS`` on) and counts the step itself. Times are medians over replays, the slowest rank's, and bytes are those
-that leave a rank; the floor is bytes over ``LINK_GBPS``. Per number of tokens:
+By default dimensions of Qwen3-30B-A3B (hidden 2048, 128 experts, top-8), bf16, routing at random. A layer is the
+product's own calls around an identity expert (``dispatch_chain.py``); a graph holds ``NUM_LAYERS`` of them
+(``NUM_LAYERS_LARGE`` from ``LARGE_TOKENS`` on) and counts the step itself. Times are medians over replays, the slowest
+rank's, and bytes are those that leave a rank; the floor is bytes over ``LINK_GBPS``. ``--parts``:
 
-* ``us``: whole layers; ``dispatch_us`` and ``rows_us`` the halves (to the end of the first wait, and from there on);
+``layers``, per number of tokens:
+
+* ``us``: whole layers, and ``gbps``, bytes over it; ``dispatch_us`` and ``rows_us`` the halves (to the end of the first
+  wait, and from there on);
 * ``no_peer_us``: the same kernels without flags, the peer's memory being local; ``exposed_us`` is the difference;
 * ``presum_us``: as ``--invariance batch`` has it: a rank keeps its slots' rows, adds them in a kernel of its own and
   sends one row per token of the other (other bits, checked by themselves);
-* ``slots_each_us``: by slots that a program of the identity expert works through; the best one is used for the rest.
+* ``slots_each_us``: by slots that a program of the identity expert works through; the best one is used for the rest;
+* rows of the kind ``prefill``: the link's rate in both directions at once with one barrier per transfer.
 
-``prefill`` gives the link's rate in both directions at once with one barrier per transfer; ``race`` the replays with
-wrong rows under pauses between waits and reads, also with the waits in kernels of their own (``apart``), and the
-control without waits; ``collective`` the engine's other exchange, and NCCL's two all-to-alls of rows alone.
+``race``: the replays with wrong rows under pauses between waits and reads, also with the waits in kernels of their own
+(``apart``), and the control without waits. ``collective``: the engine's other exchange, and NCCL's two all-to-alls of
+rows alone.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ import faulthandler
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,31 +48,45 @@ from moe_runtime.kernels.dispatch_triton import dispatch_rows_reference
 
 LINK_GBPS = 365.0
 """One direction of NVLink as SM stores reach it on two H200; nominally 450."""
-HIDDEN, NUM_EXPERTS, NUM_TOPK = 2048, 128, 8
+PARTS = ("layers", "race", "collective")
 TOKENS = (1, 8, 32, 128, 512, 4096)
 PREFILL_TOKENS = 4096
 NUM_LAYERS, NUM_LAYERS_LARGE, LARGE_TOKENS = 48, 8, 512
 SLOTS_EACH, SLOTS_EACH_LARGE = (1, 2, 8), (4, 8)
 RACE_TOKENS, RACE_REPLAYS, CONTROL_REPLAYS = (8, 32), 200, 20
 GOALS_US = {1: (9.0, 6.5), 128: (17.0, 14.0)}
-"""By tokens per rank: must, aim."""
+"""By tokens per rank: must, aim; of two ranks and the default shape."""
 GOALS_GBPS = (330.0, 350.0)
 
 Row = dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Dimensions of a layer: H, the experts of all ranks, and K."""
+
+    hidden: int = 2048
+    num_experts: int = 128
+    num_topk: int = 8
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_topk <= self.num_experts:
+            raise ValueError(f"num_topk ({self.num_topk}) must be in [1, {self.num_experts}], the experts")
+
+
 class Case:
     """Ranks with ``num_tokens`` each: sizes, the inputs of all ranks, this rank's chain over symmetric memory."""
 
-    def __init__(self, ranks: Ranks, num_tokens: int) -> None:
+    def __init__(self, ranks: Ranks, num_tokens: int, dimensions: Shape) -> None:
         self.ranks, self.num_tokens = ranks, num_tokens
         size, rank = ranks.group.size, ranks.group.rank
         self.num_layers = NUM_LAYERS if num_tokens < LARGE_TOKENS else NUM_LAYERS_LARGE
-        self.sizes = exchange_sizes(size, num_tokens, self.num_layers)
+        self.sizes = exchange_sizes(dimensions, size, num_tokens, self.num_layers)
         self.shape = StepShape.of_bucket(num_tokens, size)
-        self.first_expert = first_experts(NUM_EXPERTS, size)
+        self.first_expert = first_experts(dimensions.num_experts, size)
+        experts = range(dimensions.num_experts)
         self.rows = [
-            LayerRows.draw(self.sizes, num_tokens, range(NUM_EXPERTS), num_tokens * size + peer, ranks.device)
+            LayerRows.draw(self.sizes, num_tokens, experts, num_tokens * size + peer, ranks.device)
             for peer in range(size)
         ]
         self.own = self.rows[rank]
@@ -111,10 +129,11 @@ class Case:
         return us, self.ranks.largest(float(not is_right())) == 0.0
 
 
-def exchange_sizes(size: int, num_tokens: int, num_layers: int) -> ExchangeSizes:
-    """Of this benchmark's model."""
+def exchange_sizes(dimensions: Shape, size: int, num_tokens: int, num_layers: int) -> ExchangeSizes:
+    """Of such layers."""
     return ExchangeSizes(
-        size=size, max_rows=num_tokens, hidden=HIDDEN, num_topk=NUM_TOPK, num_layers=num_layers, dtype=torch.bfloat16
+        size=size, max_rows=num_tokens, hidden=dimensions.hidden, num_topk=dimensions.num_topk,
+        num_layers=num_layers, dtype=torch.bfloat16,
     )  # fmt: skip
 
 
@@ -153,9 +172,9 @@ def homes_are_right(chain: DispatchChain) -> bool:
     return torch.equal(chain.homes(), chain.expected_homes()[0])
 
 
-def measure_layers(ranks: Ranks, num_tokens: int) -> list[Row]:
+def measure_layers(ranks: Ranks, num_tokens: int, dimensions: Shape) -> list[Row]:
     """Whole layers and halves; at the largest number of tokens, the link's rates too."""
-    case = Case(ranks, num_tokens)
+    case = Case(ranks, num_tokens, dimensions)
     chain = case.connected()
     bits: dict[str, bool] = {}
     halves_us: dict[str, float] = {}
@@ -165,6 +184,8 @@ def measure_layers(ranks: Ranks, num_tokens: int) -> list[Row]:
 
     slots_us: dict[int, float] = {}
     for slots_each in SLOTS_EACH if num_tokens < LARGE_TOKENS else SLOTS_EACH_LARGE:
+        if dimensions.num_topk % slots_each:
+            continue
         chain.slots_each = slots_each
         slots_us[slots_each], bits[f"layer, {slots_each} slots"] = case.timed(
             chain.launch, lambda: poison_all(chain), outputs_are_right
@@ -196,12 +217,14 @@ def measure_layers(ranks: Ranks, num_tokens: int) -> list[Row]:
     )
     num_bytes, presum_bytes = max(map(sum, case.bytes_out())), max(map(sum, case.bytes_out(presum=True)))
     us, floor_us = min(slots_us.values()), num_bytes / (LINK_GBPS * 1e3)
-    must_us, aim_us = GOALS_US.get(num_tokens, (None, None))
+    has_goals = ranks.group.size == 2 and dimensions == Shape()
+    must_us, aim_us = GOALS_US.get(num_tokens, (None, None)) if has_goals else (None, None)
     row: Row = {
         "kind": "layer",
         "tokens_per_rank": num_tokens,
         "layers": case.num_layers,
         "us": round(us, 2),
+        "gbps": round(num_bytes / (us * 1e3), 1),
         "must_us": must_us,
         "aim_us": aim_us,
         "floor_us": round(floor_us, 2),
@@ -257,11 +280,11 @@ def without_peer(case: Case, slots_each: int) -> tuple[float, bool]:
     return case.timed(own.launch, own.poison, lambda: not own.wrong_layers())
 
 
-def measure_race(ranks: Ranks, num_tokens: int, *, apart: bool, waits: bool) -> Row:
+def measure_race(ranks: Ranks, num_tokens: int, dimensions: Shape, *, apart: bool, waits: bool) -> Row:
     """Replays with wrong rows, of all ranks."""
     case = RaceCase(
-        sizes=exchange_sizes(ranks.group.size, num_tokens, NUM_LAYERS),
-        num_experts=NUM_EXPERTS,
+        sizes=exchange_sizes(dimensions, ranks.group.size, num_tokens, NUM_LAYERS),
+        num_experts=dimensions.num_experts,
         live_tokens=(num_tokens,) * ranks.group.size,
         apart=apart,
         waits=waits,
@@ -279,12 +302,17 @@ def measure_race(ranks: Ranks, num_tokens: int, *, apart: bool, waits: bool) -> 
     }
 
 
-def measure_collective(ranks: Ranks, num_tokens: int) -> Row:
-    """The engine's other exchange, in a graph as far as there are graphs of so many rows, and NCCL alone in one."""
-    case = Case(ranks, num_tokens)
+def measure_collective(ranks: Ranks, num_tokens: int, dimensions: Shape) -> Row:
+    """The engine's other exchange, in a graph as far as there are graphs of so many rows, and NCCL alone in one.
+
+    NCCL's pair sends every rank all rows, and home as many rows from each as make K of every token.
+    """
+    case = Case(ranks, num_tokens, dimensions)
+    size, num_topk = ranks.group.size, dimensions.num_topk
     row: Row = {"kind": "collective", "tokens_per_rank": num_tokens, "layers": case.num_layers}
-    x = torch.zeros(ranks.group.size * num_tokens, HIDDEN, dtype=torch.bfloat16, device=ranks.device)
-    rows = x.repeat(NUM_TOPK // ranks.group.size, 1)
+    x = torch.zeros(size * num_tokens, dimensions.hidden, dtype=torch.bfloat16, device=ranks.device)
+    num_home = -(-num_tokens * num_topk // size) * size
+    rows = torch.zeros(num_home, dimensions.hidden, dtype=torch.bfloat16, device=ranks.device)
     x_out, rows_out = torch.empty_like(x), torch.empty_like(rows)
 
     def pairs() -> None:
@@ -292,12 +320,14 @@ def measure_collective(ranks: Ranks, num_tokens: int) -> Row:
             dist.all_to_all_single(x_out, x)
             dist.all_to_all_single(rows_out, rows)
 
-    row["nccl_pair_us"] = round(ranks.graph_us(pairs, case.num_layers), 2)
+    nccl_us = ranks.graph_us(pairs, case.num_layers)
+    row["nccl_pair_us"] = round(nccl_us, 2)
+    row["nccl_pair_gbps"] = round((size - 1) / size * (x.nbytes + rows.nbytes) / (nccl_us * 1e3), 1)
     exchange = CollectiveExchange(ranks.group, case.sizes, case.first_expert, ranks.device)
     exchange.connect()
     if num_tokens > MAX_FIXED_ROWS:
         case.shape = StepShape.of_tokens(case.shape.tokens_per_rank)
-    chain = case.chain(exchange, ranks.group.rank, slots_each=NUM_TOPK)
+    chain = case.chain(exchange, ranks.group.rank, slots_each=num_topk)
     if num_tokens <= MAX_FIXED_ROWS:
         us, equal = case.timed(chain.launch, chain.poison, lambda: not chain.wrong_layers())
     else:
@@ -342,7 +372,12 @@ class Report:
                 "torch": torch.__version__,
                 "triton": triton.__version__,
                 "commit": self.options.commit,
-                "shapes": {"hidden": HIDDEN, "experts": NUM_EXPERTS, "topk": NUM_TOPK, "dtype": "bfloat16"},
+                "shapes": {
+                    "hidden": self.options.hidden,
+                    "experts": self.options.experts,
+                    "topk": self.options.topk,
+                    "dtype": "bfloat16",
+                },
                 "link_gbps": LINK_GBPS,
                 "results": self.rows,
             }
@@ -363,41 +398,51 @@ class Report:
         return "\n".join(lines)
 
 
-def measure_all(ranks: Ranks, report: Report, tokens: Sequence[int]) -> None:
-    """Everything that the budget has room for."""
-    for num_tokens in tokens:
+def measure_all(ranks: Ranks, report: Report, options: argparse.Namespace) -> None:
+    """Everything that was asked for and that the budget has room for."""
+    dimensions = Shape(hidden=options.hidden, num_experts=options.experts, num_topk=options.topk)
+    for num_tokens in options.tokens if "layers" in options.parts else ():
         if report.has_time(f"layers of {num_tokens}"):
-            report.add(measure_layers(ranks, num_tokens))
-    for num_tokens in RACE_TOKENS:
+            report.add(measure_layers(ranks, num_tokens, dimensions))
+    for num_tokens in RACE_TOKENS if "race" in options.parts else ():
         for apart, waits in ((False, True), (True, True), (False, False)):
             if report.has_time(f"race at {num_tokens}, apart {apart}, waits {waits}"):
-                report.add([measure_race(ranks, num_tokens, apart=apart, waits=waits)])
-    for num_tokens in tokens:
+                report.add([measure_race(ranks, num_tokens, dimensions, apart=apart, waits=waits)])
+    for num_tokens in options.tokens if "collective" in options.parts else ():
         if report.has_time(f"collective at {num_tokens}"):
             try:
-                report.add([measure_collective(ranks, num_tokens)])
+                report.add([measure_collective(ranks, num_tokens, dimensions)])
             except RuntimeError as error:  # NCCL refuses to be captured: on all ranks alike
                 report.add([{"kind": "collective", "tokens_per_rank": num_tokens, "error": str(error)[:300]}])
                 break
 
 
-def main() -> None:
-    """Measure; rank 0 prints and writes."""
+def parse_options(args: Sequence[str] | None = None) -> argparse.Namespace:
+    """Of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path)
     parser.add_argument("--commit", default="", help="recorded with the results")
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS), help="per rank")
+    parser.add_argument("--hidden", type=int, default=Shape().hidden)
+    parser.add_argument("--experts", type=int, default=Shape().num_experts)
+    parser.add_argument("--topk", type=int, default=Shape().num_topk)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--budget-s", type=float, default=75.0, help="nothing more is begun after so long")
     parser.add_argument(
         "--limit-s", type=float, default=150.0, help="a rank that still waits then ends itself"
     )
-    options = parser.parse_args()
+    return parser.parse_args(args)
+
+
+def main() -> None:
+    """Measure; rank 0 prints and writes."""
+    options = parse_options()
     faulthandler.dump_traceback_later(options.limit_s, exit=True)
     ranks = Ranks()
     report = Report(ranks, options)
-    measure_all(ranks, report, options.tokens)
+    measure_all(ranks, report, options)
     if ranks.group.rank == 0:
         print(report.table(), flush=True)
     ranks.meet()

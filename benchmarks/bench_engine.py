@@ -1,4 +1,4 @@
-"""The offline engine on one GPU or several: decode step times, prefill, throughput, and equal bits beside them.
+"""The offline engine on ranks, GPUs by default: decode step times, prefill, throughput, and equal bits beside them.
 
     python benchmarks/bench_engine.py --output benchmarks/results/engine_h200.json
     torchrun --nproc-per-node 2 benchmarks/bench_engine.py --output benchmarks/results/engine_h200_x2.json
@@ -7,6 +7,9 @@ Qwen3-30B-A3B dimensions, dummy bf16 weights, uniform token ids, end-of-sequence
 outputs minus time for 1) / 127, through the whole engine: scheduling, sampling and copies included. Medians of
 ``--repeats`` after a warm-up. Numbers of sequences and tokens are those of all ranks together. The digest of the
 reference batch's ids and logprobs is one for every number of ranks and every dispatcher.
+
+``steady`` (not by default) keeps ``--seqs-per-rank`` sequences on every rank for ``--steady-tokens`` outputs: a decode
+step is (time for all of them - time for 1) / (outputs - 1). ``--device cpu --model builtin`` is a small form.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,57 +38,73 @@ BYTE_FLOOR_MS = {
     2: {1: 1.05, 8: 3.4, 32: 6.4, 128: 7.3},
 }
 """By ranks and sequences: bytes of weights and keys that the busier rank must read a step, at 4.5 TB/s."""
+STEADY_PROMPT_TOKENS = 128
 
 
-def main() -> None:
-    """Run the parts asked for and write one JSON file."""
+def parse_options(args: Sequence[str] | None = None) -> argparse.Namespace:
+    """Of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--parts", default="bits,decode,prefill,throughput")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--model", choices=("qwen3-30b-a3b", "builtin"), default="qwen3-30b-a3b")
+    parser.add_argument("--seqs-per-rank", type=int, default=256, help="of steady, and most that a rank runs")
+    parser.add_argument("--steady-tokens", type=int, default=1024, help="outputs of a sequence")
+    parser.add_argument("--prefill-prompts", type=int, default=16, help="of all ranks together")
+    parser.add_argument("--prefill-tokens", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--audit-cache", help="folder of an audit's findings, for vendor GEMMs")
     parser.add_argument("--dispatcher", default="auto")
     parser.add_argument("--loopback-ranks", type=int, default=8)
-    options = parser.parse_args()
-    group = init_ranks("cuda")
+    return parser.parse_args(args)
+
+
+def main() -> None:
+    """Run the parts asked for and write one JSON file."""
+    options = parse_options()
+    group = init_ranks(options.device)
     if group.rank > 0:
         builtins.print = lambda *args, **kwargs: None
     result: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(),
+        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
         "torch": torch.__version__,
-        "model": "Qwen3-30B-A3B dimensions, dummy bf16",
-        "num_layers": options.layers,
+        "model": "built-in",
     }
+    if options.model != "builtin":
+        result |= {"model": "Qwen3-30B-A3B dimensions, dummy bf16", "num_layers": options.layers}
     with tempfile.TemporaryDirectory() as folder:
-        model = write_config(Path(folder), num_hidden_layers=options.layers)
+        settings: dict[str, Any] = {"model": "builtin", "max_num_batched_tokens": 512}
+        if options.model != "builtin":
+            model = write_config(Path(folder), num_hidden_layers=options.layers)
+            settings = {"model": str(model), "load_format": "dummy", "max_model_len": 4096}
+            settings["max_num_batched_tokens"] = 16384
         start_s = time.perf_counter()
         llm = LLM(
-            str(model),
-            load_format="dummy",
-            max_model_len=4096,
-            max_num_seqs=256,
-            max_num_batched_tokens=16384,
+            **settings,
+            device=options.device,
+            max_num_seqs=options.seqs_per_rank,
             enforce_eager=options.eager,
             audit_cache=options.audit_cache,
             dispatcher=options.dispatcher,
             loopback_ranks=options.loopback_ranks,
             group=group,
         )
-        torch.cuda.synchronize()
+        _synchronize(llm)
     result["num_ranks"] = group.size
     result["dispatcher"] = llm.transport.name
-    result["exchange_bytes"] = llm.model.decoder.experts.num_bytes
+    if options.device == "cuda":
+        result["exchange_bytes"] = llm.model.decoder.experts.num_bytes
     result["load_s"] = time.perf_counter() - start_s
     print(
         f"loaded in {result['load_s']:.1f} s, {llm.limits.max_kv_tokens // 64} KV blocks, {llm.transport}, "
-        f"{result['exchange_bytes'] / 2**20:.0f} MiB of exchange buffers",
+        f"{result.get('exchange_bytes', 0) / 2**20:.0f} MiB of exchange buffers",
         flush=True,
     )
-    bench = _Bench(llm, options.repeats)
+    bench = _Bench(llm, options)
     for part in options.parts.split(","):
         start_s = time.perf_counter()
         result[part] = getattr(bench, part)()
@@ -98,9 +118,9 @@ def main() -> None:
 class _Bench:
     """One loaded engine."""
 
-    def __init__(self, llm: LLM, repeats: int) -> None:
-        self.llm = llm
-        self.repeats = repeats
+    def __init__(self, llm: LLM, options: argparse.Namespace) -> None:
+        self.llm, self.options = llm, options
+        self.repeats: int = options.repeats
         self.generator = torch.Generator().manual_seed(1)
 
     def prompts(self, num: int, length: int) -> list[list[int]]:
@@ -110,10 +130,10 @@ class _Bench:
     def run_s(self, num: int, num_in: int, num_out: int) -> float:
         prompts = self.prompts(num, num_in)
         params = SamplingParams(temperature=0.0, max_tokens=num_out, ignore_eos=True)
-        torch.cuda.synchronize()
+        _synchronize(self.llm)
         start_s = time.perf_counter()
         self.llm.generate(prompts, params)
-        torch.cuda.synchronize()
+        _synchronize(self.llm)
         return time.perf_counter() - start_s
 
     def decode(self) -> list[dict[str, float]]:
@@ -154,11 +174,33 @@ class _Bench:
         return (total_s - waited_s) / (self.llm.engine.num_steps - num_steps) * 1e3
 
     def prefill(self) -> dict[str, float]:
-        """Prefill tokens per second, 16 prompts of 2,048 tokens."""
-        self.run_s(16, 2048, 1)
-        rates = [16 * 2048 / self.run_s(16, 2048, 1) for _ in range(self.repeats)]
+        """Prefill tokens per second, by default of 16 prompts of 2,048 tokens."""
+        num, length = self.options.prefill_prompts, self.options.prefill_tokens
+        self.run_s(num, length, 1)
+        rates = [num * length / self.run_s(num, length, 1) for _ in range(self.repeats)]
         print(f"prefill: {statistics.median(rates):,.0f} tokens/s", flush=True)
-        return {"tokens_per_s": statistics.median(rates)}
+        return {"tokens_per_s": statistics.median(rates), "num_prompts": num, "prompt_tokens": length}
+
+    def steady(self) -> dict[str, float]:
+        """A full batch on every rank for many steps: ms per step, and output tokens per second with and without
+        prefill."""
+        num, num_out = self.options.seqs_per_rank * self.llm.group.size, self.options.steady_tokens
+        self.run_s(num, STEADY_PROMPT_TOKENS, 4)
+        first_s = statistics.median(self.run_s(num, STEADY_PROMPT_TOKENS, 1) for _ in range(self.repeats))
+        whole_s = statistics.median(
+            self.run_s(num, STEADY_PROMPT_TOKENS, num_out) for _ in range(self.repeats)
+        )
+        ms = (whole_s - first_s) / (num_out - 1) * 1e3
+        rate = num / ms * 1e3
+        print(f"steady, {num} sequences: {ms:.2f} ms per step, {rate:,.0f} tokens/s", flush=True)
+        return {
+            "num_seqs": num,
+            "prompt_tokens": STEADY_PROMPT_TOKENS,
+            "output_tokens": num_out,
+            "ms": ms,
+            "decode_tokens_per_s": rate,
+            "output_tokens_per_s": num * num_out / whole_s,
+        }
 
     def throughput(self) -> dict[str, float]:
         """Output tokens per second, 256 requests of 512 in, 128 out."""
@@ -199,6 +241,11 @@ class _Bench:
         digest = hashlib.sha256(repr([reference[i] for i in everything]).encode()).hexdigest()[:16]
         print("bits equal:", found, "digest", digest, flush=True)
         return {**found, "digest": digest}
+
+
+def _synchronize(llm: LLM) -> None:
+    if llm.model.plan.device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

@@ -14,12 +14,13 @@ import os
 import signal
 import statistics
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
+
+from rank_processes import RANK_ENVIRONMENT, descendants, torchrun
 
 PROMPT = "KING RICHARD\nNow is the winter"
 
@@ -36,19 +37,19 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     url = f"http://127.0.0.1:{options.port}"
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(options.ranks)]
-    command = [sys.executable, *launcher, "-m", "moe_runtime.serve", "--port", str(options.port)]
-    command += ["--dispatcher", options.dispatcher]
+    flags = ["--port", str(options.port), "--dispatcher", options.dispatcher]
     start_s = time.monotonic()
     server = subprocess.Popen(
-        command, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}, stderr=subprocess.DEVNULL
+        torchrun(options.ranks, "-m", "moe_runtime.serve", *flags),
+        env=os.environ | RANK_ENVIRONMENT,
+        stderr=subprocess.DEVNULL,
     )
     try:
         _wait_ready(url)
         ready_s = time.monotonic() - start_s
         _complete(url, 8)
         rates = [options.num_tokens / _complete(url, options.num_tokens) for _ in range(3)]
-        pids = [server.pid, *_descendants(server.pid)]
+        pids = list(descendants(server.pid))
         result = {
             "ranks": options.ranks,
             "cores": os.cpu_count(),
@@ -90,11 +91,6 @@ def _complete(url: str, num_tokens: int) -> float:
         answer = json.loads(response.read())
     assert answer["usage"]["completion_tokens"] == num_tokens, "the server generated another number of tokens"
     return time.monotonic() - start_s
-
-
-def _descendants(pid: int) -> list[int]:
-    children = [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return children + [d for child in children for d in _descendants(child)]
 
 
 def _memory_kib(pid: int, what: str) -> int:

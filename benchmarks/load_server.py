@@ -1,4 +1,4 @@
-"""Starts the server under torchrun on loopback with the built-in model, for benchmarks and long tests of load."""
+"""Starts the server under torchrun on loopback, for benchmarks and long tests of load."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import contextlib
 import os
 import re
 import subprocess
-import sys
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+
+from rank_processes import RANK_ENVIRONMENT, torchrun
 
 __all__ = ["LoadServer", "cpu_s", "load_server", "resident_mib"]
 
@@ -28,21 +29,19 @@ class LoadServer:
         log: Lines of its standard error.
     """
 
-    def __init__(self, world_size: int, flags: list[str]) -> None:
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size)]
-        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
-        command += ["-m", "moe_runtime.serve", "--port", "0", "--device", "cpu", *flags]
+    def __init__(self, world_size: int, flags: list[str], device: str) -> None:
+        command = torchrun(world_size, "-m", "moe_runtime.serve", "--port", "0", "--device", device, *flags)
         self.log: list[str] = []
         self.url = ""
         self._process = subprocess.Popen(
             command,
             stderr=subprocess.PIPE,
             text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"},
+            env=os.environ | RANK_ENVIRONMENT,
         )
         threading.Thread(target=self._read_log, daemon=True).start()
 
-    def wait_ready(self, timeout_s: float = 180.0) -> None:
+    def wait_ready(self, timeout_s: float) -> None:
         """Block until it takes requests."""
         end_s = time.monotonic() + timeout_s
         while time.monotonic() < end_s and self._process.poll() is None:
@@ -81,11 +80,13 @@ class LoadServer:
 
 
 @contextlib.contextmanager
-def load_server(world_size: int, *flags: str) -> Iterator[LoadServer]:
-    """A server that is ready."""
-    server = LoadServer(world_size, list(flags))
+def load_server(
+    world_size: int, *flags: str, device: str = "cpu", ready_s: float = 180.0
+) -> Iterator[LoadServer]:
+    """A server that is ready, within ``ready_s``."""
+    server = LoadServer(world_size, list(flags), device)
     try:
-        server.wait_ready()
+        server.wait_ready(ready_s)
         yield server
     finally:
         server.close()

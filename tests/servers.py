@@ -15,7 +15,11 @@ from typing import Any
 
 import httpx
 
+from tests.benchmark_modules import load_benchmark_module
+
 __all__ = ["RunningServer", "running_server"]
+
+rank_processes = load_benchmark_module("rank_processes")
 
 
 class RunningServer:
@@ -34,12 +38,11 @@ class RunningServer:
         script: str | None = None,
         env: Mapping[str, str] | None = None,
     ) -> None:
-        launcher = [sys.executable]
-        if world_size > 1:
-            launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(world_size)]
-            launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
         program = ["-m", "moe_runtime.serve"] if script is None else [script]
-        command = [*launcher, *program, "--port", "0", *flags]
+        program += ["--port", "0", *flags]
+        command = (
+            rank_processes.torchrun(world_size, *program) if world_size > 1 else [sys.executable, *program]
+        )
         self.world_size = world_size
         self.process = subprocess.Popen(
             command,

@@ -29,6 +29,10 @@ from typing import Any
 
 import httpx
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+from rank_processes import RANK_ENVIRONMENT, descendants, is_alive, torchrun
+
 TARGETS = ("rank0", "rank1", "front-end", "launcher")
 READY_LIMIT_S = 15.0
 GONE_LIMIT_S = 10.0
@@ -93,11 +97,9 @@ class Server:
 
     def __init__(self, world: int, flags: list[str], folder: Path) -> None:
         self.log_file, self.error_file = folder / "log", folder / "error.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
-        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
-        command += ["-m", "moe_runtime.serve", "--port", "0", *flags]
+        command = torchrun(world, "-m", "moe_runtime.serve", "--port", "0", *flags)
         self.world = world
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+        environment = os.environ | RANK_ENVIRONMENT
         environment["TORCHELASTIC_ERROR_FILE"] = str(self.error_file)
         self.start_s = time.monotonic()
         with self.log_file.open("wb") as log:
@@ -299,31 +301,6 @@ def wait_for(condition: Callable[[], bool], since_s: float, limit_s: float) -> f
 def shared_files() -> set[str]:
     """What could be left behind by name."""
     return {str(path) for path in [*Path("/dev/shm").glob("*"), *Path("/tmp").glob("moe-runtime-*")]}
-
-
-def descendants(pid: int) -> dict[int, str]:
-    """A process and all below it, with their command lines."""
-    parents: dict[int, int] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
-    found = [pid]
-    for one in found:
-        found += [child for child, parent in parents.items() if parent == one]
-    return {one: command_line(one) for one in found}
-
-
-def command_line(pid: int) -> str:
-    """Empty for a process that has ended."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except OSError:
-        return ""
-
-
-def is_alive(pid: int, command: str) -> bool:
-    """Whether it is still that process, zombies left out."""
-    return command_line(pid) == command != ""
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ __all__ = [
     "AXES",
     "BUCKET_EDGES",
     "GRAPHS_ABSENT",
+    "NUM_ALONE",
     "PLACEMENT_ABSENT",
     "TOPOLOGIES_ABSENT",
     "Axis",
@@ -73,6 +74,7 @@ class AxisSetup:
         max_num_seqs: Most sequences that one of them runs at once.
         enforce_eager: Whether the engine started without graphs; None on a device that has none.
         captures: Whether the deployment of the check can have graphs.
+        num_alone: Cases that run by themselves, where not all do.
         full: Every case, every output token, more batches.
         topologies: Other deployments whose bits must be these.
         placement: Where experts are; None where they stay.
@@ -87,6 +89,7 @@ class AxisSetup:
     max_num_seqs: int = 64
     enforce_eager: bool | None = None
     captures: bool = True
+    num_alone: int = NUM_ALONE
     full: bool = False
     topologies: Sequence[Topology] = ()
     placement: ModelPlacement | None = None
@@ -133,7 +136,7 @@ def _shuffled(setup: AxisSetup) -> list[Run]:
 def _alone(setup: AxisSetup) -> list[Run]:
     return [
         Run(name=f"alone on engine {i % setup.num_engines}", cases=[case], ranks=[i % setup.num_engines])
-        for i, case in enumerate(setup.some_cases(NUM_ALONE))
+        for i, case in enumerate(setup.some_cases(setup.num_alone))
     ]
 
 

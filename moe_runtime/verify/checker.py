@@ -80,6 +80,7 @@ def check(llm: LLM, config: CheckConfig, progress: ProgressFactory) -> CheckRepo
             block_size=BLOCK_SIZE,
             max_num_seqs=llm.config.max_num_seqs,
             enforce_eager=llm.config.enforce_eager if llm.model.plan.device.type == "cuda" else None,
+            num_alone=config.num_alone,
             full=config.full,
             captures=own_topology(llm).captures,
             placement=None if llm.model.plan.fixed_reason else llm.placement,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from moe_runtime.engine.config import EngineConfig
 from moe_runtime.kernels.schedules import Control
-from moe_runtime.verify.axes import AXES
+from moe_runtime.verify.axes import AXES, NUM_ALONE
 
 __all__ = ["CheckConfig"]
 
@@ -26,6 +26,7 @@ class CheckConfig:
     Attributes:
         num_prompts: Random prompts in the reference batch.
         max_tokens: Output tokens of each.
+        num_alone: Prompts that the axis ``alone`` runs by themselves; ``--full``: all.
         axes: Axes to run: again, shuffled, alone, arrival, single, mixed, prefix, chunks, preempt, forced, scored,
             buckets, graph, placement, topology; by default all.
         full: Every prompt greedy and seeded, and every one of them on every axis; takes long.
@@ -39,6 +40,7 @@ class CheckConfig:
 
     num_prompts: int = 64
     max_tokens: int = 50
+    num_alone: int = NUM_ALONE
     axes: tuple[str, ...] = ()
     full: bool = False
     json: Path | None = None
@@ -47,7 +49,7 @@ class CheckConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def __post_init__(self) -> None:
-        for name in ("num_prompts", "max_tokens"):
+        for name in ("num_prompts", "max_tokens", "num_alone"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} ({getattr(self, name)}) must be at least 1")
         for axis in self.axes:

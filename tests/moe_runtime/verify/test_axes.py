@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -60,9 +61,9 @@ def test_the_same_batch_runs_again_and_in_another_order() -> None:
     assert Counter(names(shuffled)) == Counter(names(again))
 
 
-@pytest.mark.parametrize(("full", "num_runs"), [(False, 8), (True, 64)])
-def test_requests_run_alone_on_every_rank(full: bool, num_runs: int) -> None:
-    runs = runs_of("alone", replace(SETUP, full=full))
+@pytest.mark.parametrize(("changes", "num_runs"), [({}, 8), ({"num_alone": 20}, 20), ({"full": True}, 64)])
+def test_requests_run_alone_on_every_rank(changes: dict[str, Any], num_runs: int) -> None:
+    runs = runs_of("alone", replace(SETUP, **changes))
     assert [len(run.cases) for run in runs] == [1] * num_runs
     assert {rank for run in runs for rank in run.ranks or ()} == {0, 1, 2, 3}
     assert {case.params.temperature for run in runs for case in run.cases} == {0.0, 0.8}

@@ -18,6 +18,7 @@ from moe_runtime.verify.config import CheckConfig
     [
         ({"num_prompts": 0}, r"num_prompts \(0\) must be at least 1"),
         ({"max_tokens": 0}, r"max_tokens \(0\) must be at least 1"),
+        ({"num_alone": 0}, r"num_alone \(0\) must be at least 1"),
         ({"axes": ("alone", "batch")}, r"axes \(batch\) must be among again, shuffled"),
         ({"control": "noise"}, r"control \(noise\) must be one of none, split-k-gemm"),
         ({"expect_digest": "abc"}, r"expect_digest \(abc\) must be 64 hexadecimal digits"),

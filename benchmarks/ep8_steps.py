@@ -1,0 +1,272 @@
+"""What ``ep8.py`` runs: the steps of each part, for GPUs or in a small form for ranks on a CPU, and how long they take.
+
+Expected seconds are for a fresh machine with eight H200, where nothing is compiled yet. Known from one and two of them
+(docs/benchmarks.md): the engine of Qwen3-30B-A3B starts in 4 s, in 49 s where its kernels are to be compiled, which is
+the check's share here; a prompt of 2,500 tokens and 50 steps of one sequence take 0.2 s. The rest is estimated.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from rank_processes import torchrun
+from timed_steps import Command, Step
+
+from moe_runtime.engine.config import EngineConfig
+from moe_runtime.verify.axes import AXES
+
+__all__ = ["PARTS", "Setting", "plan_steps", "speculation_flags"]
+
+PARTS = ("check", "dispatch", "engine", "server")
+FOLDER = Path(__file__).resolve().parent
+
+NUM_PROMPTS, NUM_PROMPT_TOKENS, NUM_OUTPUT_TOKENS = 64, 2500, 50
+QWEN_CONTEXT = 4 * NUM_PROMPT_TOKENS
+"""Prompts of the check are a quarter of the context long, with a deviation of a tenth: 2,500 and 1,000 tokens."""
+DISPATCH_SHAPES = ((2048, 128, 8), (7168, 256, 8))
+"""Hidden size, experts and experts of a token: of Qwen3-30B-A3B, and of the largest open models."""
+DISPATCH_TOKENS = (1, 8, 32, 128, 512, 4096)
+CHECK_AXES = ("again", "alone", "graph", "placement", "topology")
+FEWER_AXES = ("again", "graph")
+NUM_SPECULATIVE_TOKENS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """Where and how the steps run.
+
+    Attributes:
+        device: ``cuda``, or ``cpu`` for a small form of everything.
+        num_ranks: Ranks of the largest deployment: 2, 4 or 8.
+        model: Folder with the configuration of Qwen3-30B-A3B and a tokenizer, for dummy weights; not read on a CPU.
+        results: Folder for the programs' results.
+        commit: Recorded by the programs that do.
+    """
+
+    device: str
+    num_ranks: int
+    model: Path
+    results: Path
+    commit: str = ""
+
+    def __post_init__(self) -> None:
+        if self.num_ranks not in (2, 4, 8):
+            raise ValueError(f"num_ranks ({self.num_ranks}) must be 2, 4 or 8")
+        if self.device not in ("cpu", "cuda"):
+            raise ValueError(f"device ({self.device}) must be cpu or cuda")
+
+    @property
+    def is_cpu(self) -> bool:
+        """The small form."""
+        return self.device == "cpu"
+
+
+def plan_steps(setting: Setting, parts: Sequence[str]) -> list[Step]:
+    """The steps of these parts, in the order of ``parts``."""
+    makers = {
+        "check": _check_steps,
+        "dispatch": _dispatch_steps,
+        "engine": _engine_steps,
+        "server": _server_steps,
+    }
+    unknown = [part for part in parts if part not in makers]
+    if unknown or not parts:
+        raise ValueError(f"parts ({', '.join(unknown)}) must be among {', '.join(PARTS)}, and at least one")
+    return [step for part in parts for step in makers[part](setting)]
+
+
+def speculation_flags() -> list[str]:
+    """Flags for drafts of five tokens by n-grams; none in a version without speculative decoding.
+
+    The one place that looks whether there is any.
+    """
+    known = {field.name for field in fields(EngineConfig)}
+    for name in ("speculation", "speculative"):
+        if {name, "num_speculative_tokens"} <= known:
+            return [f"--{name}", "ngram", "--num-speculative-tokens", str(NUM_SPECULATIVE_TOKENS)]
+    return []
+
+
+def _check_steps(setting: Setting) -> list[Step]:
+    """On all ranks, then on fewer at the same time, with the same digest; for each model."""
+    if setting.is_cpu:
+        small = ["--num-prompts", "8", "--max-tokens", "6", "--num-alone", "8"]
+        return [
+            _check_all(setting, "built-in", small, _axes(CHECK_AXES), 60, 180),
+            _check_fewer(setting, "built-in", small, 40, 120),
+        ]
+    # Half as many prompts by themselves: the model is small, so its steps are all launches.
+    builtin = ["--num-prompts", str(NUM_PROMPTS), "--max-tokens", str(NUM_OUTPUT_TOKENS), "--num-alone", "32"]
+    qwen = ["--model", str(setting.model), "--load-format", "dummy", "--max-model-len", str(QWEN_CONTEXT)]
+    qwen += ["--max-num-batched-tokens", "8192", "--num-prompts", str(NUM_PROMPTS)]
+    qwen += ["--max-tokens", str(NUM_OUTPUT_TOKENS), "--num-alone", str(NUM_PROMPTS)]
+    with_speculation = ["speculation"] if "speculation" in AXES else []
+    builtin_axes = _axes((*CHECK_AXES, "chunks", *with_speculation))
+    return [
+        _check_all(setting, "built-in", builtin, builtin_axes, 65, 110),
+        _check_fewer(setting, "built-in", builtin, 30, 60),
+        _check_all(setting, "Qwen3-30B-A3B", qwen, _axes(CHECK_AXES), 150, 230),
+        _check_fewer(setting, "Qwen3-30B-A3B", qwen, 45, 80),
+    ]
+
+
+def _check_all(
+    setting: Setting, model: str, flags: Sequence[str], axes: Sequence[str], expected_s: float, limit_s: float
+) -> Step:
+    size = setting.num_ranks
+    return Step(
+        name=f"{model}, EP {size}",
+        part="check",
+        commands=[_check(setting, model, size, f"EP {size}", [*flags, *axes])],
+        expected_s=expected_s,
+        limit_s=limit_s,
+    )
+
+
+def _check_fewer(
+    setting: Setting, model: str, flags: Sequence[str], expected_s: float, limit_s: float
+) -> Step:
+    """EP 4, 2 and 1 side by side on GPUs of their own; on the one that is left, EP 1 with speculation."""
+    forms: list[tuple[int, str, Sequence[str]]] = []
+    size = setting.num_ranks // 2
+    while size:
+        forms.append((size, f"EP {size}", _axes(FEWER_AXES)))
+        size //= 2
+    if speculation_flags():
+        alone = [*speculation_flags(), *_axes(("again", "alone"))]
+        forms.append((1, f"EP 1, speculation {NUM_SPECULATIVE_TOKENS}", alone))
+    commands, first = [], 0
+    for size, name, more in forms:
+        env = {} if setting.is_cpu else _visible_gpus(first, size, os.environ)
+        commands.append(_check(setting, model, size, name, [*flags, *more], env))
+        first += size
+    return Step(
+        name=f"{model}, {', '.join(name for _, name, _ in forms)}",
+        part="check",
+        commands=commands,
+        expected_s=expected_s,
+        limit_s=limit_s,
+    )
+
+
+def _check(
+    setting: Setting,
+    model: str,
+    size: int,
+    name: str,
+    flags: Sequence[str],
+    env: Mapping[str, str] | None = None,
+) -> Command:
+    title = f"check {model} {name}"
+    result = _result(setting, title)
+    program = ["-m", "moe_runtime.check", "--device", setting.device, "--json", str(result), *flags]
+    return Command(name=title, argv=torchrun(size, *program), result=result, env=env or {})
+
+
+def _axes(names: Sequence[str]) -> list[str]:
+    return ["--axes", *names]
+
+
+def _visible_gpus(first: int, count: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """GPUs ``[first, first + count)`` of those that are visible here."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES", "")
+    ids = visible.split(",") if visible else [str(i) for i in range(first + count)]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(ids[first : first + count])}
+
+
+def _dispatch_steps(setting: Setting) -> list[Step]:
+    if setting.is_cpu:
+        program = ["--tokens", "1", "16", "64", "--repeats", "20"]
+        return [
+            _ranks_step(setting, "dispatch", "dispatch and all-reduce", "bench_dispatch_cpu", program, 10, 60)
+        ]
+    steps = []
+    for hidden, num_experts, num_topk in DISPATCH_SHAPES:
+        program = ["--hidden", str(hidden), "--experts", str(num_experts), "--topk", str(num_topk)]
+        program += ["--tokens", *map(str, DISPATCH_TOKENS), "--parts", "layers", "collective"]
+        program += ["--budget-s", "50", "--limit-s", "75", "--commit", setting.commit]
+        steps.append(
+            _ranks_step(
+                setting,
+                "dispatch",
+                f"hidden {hidden}, {num_experts} experts",
+                "bench_dispatch",
+                program,
+                45,
+                75,
+            )
+        )
+    usual = ["--usual", "--commit", setting.commit]
+    return [*steps, _ranks_step(setting, "dispatch", "all-reduce", "bench_all_reduce", usual, 20, 40)]
+
+
+def _engine_steps(setting: Setting) -> list[Step]:
+    if setting.is_cpu:
+        program = ["--device", "cpu", "--model", "builtin", "--parts", "steady,prefill", "--repeats", "1"]
+        program += ["--seqs-per-rank", "4", "--steady-tokens", "24", "--prefill-prompts", "16"]
+        program += ["--prefill-tokens", "128"]
+        return [_ranks_step(setting, "engine", "engine, built-in", "bench_engine", program, 30, 120)]
+    program = ["--parts", "steady,prefill,decode", "--repeats", "2", "--seqs-per-rank", "256"]
+    program += ["--steady-tokens", "1024", "--prefill-prompts", str(8 * setting.num_ranks)]
+    return [_ranks_step(setting, "engine", "engine, Qwen3-30B-A3B", "bench_engine", program, 70, 100)]
+
+
+def _server_steps(setting: Setting) -> list[Step]:
+    result = _result(setting, "server")
+    program = ["--ranks", str(setting.num_ranks), "--device", setting.device, "--output", str(result)]
+    if setting.is_cpu:
+        program += [
+            "--requests",
+            "48",
+            "--streams",
+            "16",
+            "--longest-prompt",
+            "200",
+            "--longest-output",
+            "12",
+        ]
+        program += ["--repeated", "8"]
+        expected_s, limit_s = 30.0, 150.0
+    else:
+        program += ["--model", str(setting.model), "--requests", "1000", "--streams", "512"]
+        expected_s, limit_s = 50.0, 90.0
+    return [
+        Step(
+            name="HTTP server",
+            part="server",
+            commands=[
+                Command(
+                    name="server",
+                    argv=[sys.executable, str(FOLDER / "bench_mixed.py"), *program],
+                    result=result,
+                )
+            ],
+            expected_s=expected_s,
+            limit_s=limit_s,
+        )
+    ]
+
+
+def _ranks_step(
+    setting: Setting,
+    part: str,
+    name: str,
+    program: str,
+    flags: Sequence[str],
+    expected_s: float,
+    limit_s: float,
+) -> Step:
+    """A benchmark on all ranks."""
+    result = _result(setting, name)
+    argv = torchrun(setting.num_ranks, str(FOLDER / f"{program}.py"), *flags, "--output", str(result))
+    command = Command(name=name, argv=argv, result=result)
+    return Step(name=name, part=part, commands=[command], expected_s=expected_s, limit_s=limit_s)
+
+
+def _result(setting: Setting, name: str) -> Path:
+    return setting.results / (re.sub(r"[^a-z0-9]+", "-", name.lower()) + ".json")
