@@ -146,12 +146,12 @@ class _Bench:
             ]
             ms = statistics.median(steps)
             host_ms = self.host_ms(num)
-            floor_ms = BYTE_FLOOR_MS.get(self.llm.group.size, {}).get(num, float("nan"))
-            rows.append({"num_seqs": num, "ms": ms, "floor_ms": floor_ms, "host_ms": host_ms})
-            print(
-                f"decode {num}: {ms:.2f} ms per step ({floor_ms / ms:.0%} of the byte floor), host {host_ms:.2f}",
-                flush=True,
-            )
+            row = {"num_seqs": num, "ms": ms, "host_ms": host_ms}
+            floor_ms = BYTE_FLOOR_MS.get(self.llm.group.size, {}).get(num)
+            if floor_ms is not None:
+                row |= {"floor_ms": floor_ms}
+            rows.append(row)
+            print(f"decode {num}: {json.dumps(row)}", flush=True)
         return rows
 
     def host_ms(self, num: int) -> float:

@@ -54,7 +54,7 @@ def main() -> int:
     options = _options()
     start_s = time.monotonic()
     signal.signal(signal.SIGTERM, _end)
-    folder: Path = options.output.with_suffix("")
+    folder: Path = options.output.resolve().with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
     model = write_config(folder / "model")
     for name in TOKENIZER_FILES:  # of another vocabulary, but a server must have one

@@ -77,7 +77,7 @@ def _check(document: Document) -> str:
         failed = [f"**{axis['name']}**" for axis in ran if not axis["passed"]]
         rows.append(
             (
-                name.removeprefix("check "),
+                name.removeprefix("check ") + ("" if report["is_complete"] else " (unfinished)"),
                 f"{report['facts']['prompts']} x {report['facts']['output tokens']}",
                 report["digest"][:16],
                 ", ".join(axes) or "-",

@@ -19,7 +19,7 @@ def results_of(document: Document, part: str) -> Iterator[tuple[Document, Any]]:
 
 
 def check_reports(document: Document) -> list[tuple[str, Any]]:
-    """Name and report of every check that came to its end."""
+    """Name and report of every check, as far as it came."""
     return [(command["name"], report) for command, report in results_of(document, "check")]
 
 

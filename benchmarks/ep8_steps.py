@@ -33,6 +33,7 @@ DISPATCH_SHAPES = ((2048, 128, 8), (7168, 256, 8))
 DISPATCH_TOKENS = (1, 8, 32, 128, 512, 4096)
 CHECK_AXES = ("again", "alone", "graph", "placement", "topology")
 FEWER_AXES = ("again", "graph")
+BUILTIN_HEADS = 4
 NUM_SPECULATIVE_TOKENS = 5
 
 
@@ -93,12 +94,15 @@ def speculation_flags() -> list[str]:
 
 
 def _check_steps(setting: Setting) -> list[Step]:
-    """On all ranks, then on fewer at the same time, with the same digest; for each model."""
+    """On all ranks, then on fewer side by side, then with tensor parallelism: one digest for each model."""
+    size = setting.num_ranks
     if setting.is_cpu:
         small = ["--num-prompts", "8", "--max-tokens", "6", "--num-alone", "8"]
+        tp = min(size, BUILTIN_HEADS)
         return [
-            _check_all(setting, "built-in", small, _axes(CHECK_AXES), 60, 180),
-            _check_fewer(setting, "built-in", small, 40, 120),
+            _checks(setting, "built-in", [_Form(size, more=_axes(CHECK_AXES))], small, 75, 180),
+            _checks(setting, "built-in", _fewer(size), small, 40, 120),
+            _checks(setting, "built-in", [_Form(size, tp=tp), _Form(size // 2, tp=tp // 2)], small, 50, 120),
         ]
     # Half as many prompts by themselves: the model is small, so its steps are all launches.
     builtin = ["--num-prompts", str(NUM_PROMPTS), "--max-tokens", str(NUM_OUTPUT_TOKENS), "--num-alone", "32"]
@@ -107,46 +111,63 @@ def _check_steps(setting: Setting) -> list[Step]:
     qwen += ["--max-tokens", str(NUM_OUTPUT_TOKENS), "--num-alone", str(NUM_PROMPTS)]
     with_speculation = ["speculation"] if "speculation" in AXES else []
     builtin_axes = _axes((*CHECK_AXES, "chunks", *with_speculation))
-    return [
-        _check_all(setting, "built-in", builtin, builtin_axes, 65, 110),
-        _check_fewer(setting, "built-in", builtin, 30, 60),
-        _check_all(setting, "Qwen3-30B-A3B", qwen, _axes(CHECK_AXES), 150, 230),
-        _check_fewer(setting, "Qwen3-30B-A3B", qwen, 45, 80),
+    half = size // 2
+    smaller_tp = [_Form(half, tp=half)] if half > 1 else []
+    smaller_tp += [_Form(half, tp=half // 2)] if half > 2 else []
+    steps = [
+        _checks(setting, "built-in", [_Form(size, more=builtin_axes)], builtin, 55, 110),
+        _checks(setting, "built-in", _fewer(size), builtin, 25, 60),
+        _checks(setting, "Qwen3-30B-A3B", [_Form(size, more=_axes(CHECK_AXES))], qwen, 140, 230),
+        _checks(setting, "Qwen3-30B-A3B", _fewer(size), qwen, 45, 80),
+        _checks(setting, "Qwen3-30B-A3B", [_Form(size, tp=size)], qwen, 25, 50),
     ]
+    return [*steps, _checks(setting, "Qwen3-30B-A3B", smaller_tp, qwen, 25, 50)] if smaller_tp else steps
 
 
-def _check_all(
-    setting: Setting, model: str, flags: Sequence[str], axes: Sequence[str], expected_s: float, limit_s: float
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """A deployment to check: its ranks, ranks of a tensor-parallel group, and further flags."""
+
+    size: int
+    tp: int = 1
+    more: Sequence[str] = ()
+    words: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"EP {self.size}" + (f" TP {self.tp}" if self.tp > 1 else "") + self.words
+
+    @property
+    def flags(self) -> list[str]:
+        return [*(("--tp", str(self.tp)) if self.tp > 1 else ()), *(self.more or _axes(FEWER_AXES))]
+
+
+def _fewer(num_ranks: int) -> list[_Form]:
+    """EP 4, 2 and 1 of 8; on the GPU that is left, EP 1 with speculation."""
+    forms = [_Form(num_ranks >> i) for i in range(1, num_ranks.bit_length())]
+    if flags := speculation_flags():
+        words = f", speculation {NUM_SPECULATIVE_TOKENS}"
+        forms.append(_Form(1, more=[*flags, *_axes(("again", "alone"))], words=words))
+    return forms
+
+
+def _checks(
+    setting: Setting,
+    model: str,
+    forms: Sequence[_Form],
+    flags: Sequence[str],
+    expected_s: float,
+    limit_s: float,
 ) -> Step:
-    size = setting.num_ranks
-    return Step(
-        name=f"{model}, EP {size}",
-        part="check",
-        commands=[_check(setting, model, size, f"EP {size}", [*flags, *axes])],
-        expected_s=expected_s,
-        limit_s=limit_s,
-    )
-
-
-def _check_fewer(
-    setting: Setting, model: str, flags: Sequence[str], expected_s: float, limit_s: float
-) -> Step:
-    """EP 4, 2 and 1 side by side on GPUs of their own; on the one that is left, EP 1 with speculation."""
-    forms: list[tuple[int, str, Sequence[str]]] = []
-    size = setting.num_ranks // 2
-    while size:
-        forms.append((size, f"EP {size}", _axes(FEWER_AXES)))
-        size //= 2
-    if speculation_flags():
-        alone = [*speculation_flags(), *_axes(("again", "alone"))]
-        forms.append((1, f"EP 1, speculation {NUM_SPECULATIVE_TOKENS}", alone))
+    """One after the other's GPUs, all at the same time."""
     commands, first = [], 0
-    for size, name, more in forms:
-        env = {} if setting.is_cpu else _visible_gpus(first, size, os.environ)
-        commands.append(_check(setting, model, size, name, [*flags, *more], env))
-        first += size
+    for form in forms:
+        is_whole = setting.is_cpu or form.size == setting.num_ranks
+        env = {} if is_whole else _visible_gpus(first, form.size, os.environ)
+        commands.append(_check(setting, model, form, flags, env))
+        first += form.size
     return Step(
-        name=f"{model}, {', '.join(name for _, name, _ in forms)}",
+        name=f"{model}, {'; '.join(form.name for form in forms)}",
         part="check",
         commands=commands,
         expected_s=expected_s,
@@ -155,17 +176,13 @@ def _check_fewer(
 
 
 def _check(
-    setting: Setting,
-    model: str,
-    size: int,
-    name: str,
-    flags: Sequence[str],
-    env: Mapping[str, str] | None = None,
+    setting: Setting, model: str, form: _Form, flags: Sequence[str], env: Mapping[str, str]
 ) -> Command:
-    title = f"check {model} {name}"
+    title = f"check {model} {form.name}"
     result = _result(setting, title)
-    program = ["-m", "moe_runtime.check", "--device", setting.device, "--json", str(result), *flags]
-    return Command(name=title, argv=torchrun(size, *program), result=result, env=env or {})
+    program = ["-m", "moe_runtime.check", "--device", setting.device, "--json", str(result)]
+    argv = torchrun(form.size, *program, *flags, *form.flags)
+    return Command(name=title, argv=argv, result=result, env=env)
 
 
 def _axes(names: Sequence[str]) -> list[str]:
@@ -183,7 +200,7 @@ def _dispatch_steps(setting: Setting) -> list[Step]:
     if setting.is_cpu:
         program = ["--tokens", "1", "16", "64", "--repeats", "20"]
         return [
-            _ranks_step(setting, "dispatch", "dispatch and all-reduce", "bench_dispatch_cpu", program, 10, 60)
+            _ranks_step(setting, "dispatch", "dispatch and all-reduce", "bench_dispatch_cpu", program, 35, 90)
         ]
     steps = []
     for hidden, num_experts, num_topk in DISPATCH_SHAPES:
@@ -210,10 +227,10 @@ def _engine_steps(setting: Setting) -> list[Step]:
         program = ["--device", "cpu", "--model", "builtin", "--parts", "steady,prefill", "--repeats", "1"]
         program += ["--seqs-per-rank", "4", "--steady-tokens", "24", "--prefill-prompts", "16"]
         program += ["--prefill-tokens", "128"]
-        return [_ranks_step(setting, "engine", "engine, built-in", "bench_engine", program, 30, 120)]
+        return [_ranks_step(setting, "engine", "engine, built-in", "bench_engine", program, 40, 120)]
     program = ["--parts", "steady,prefill,decode", "--repeats", "2", "--seqs-per-rank", "256"]
     program += ["--steady-tokens", "1024", "--prefill-prompts", str(8 * setting.num_ranks)]
-    return [_ranks_step(setting, "engine", "engine, Qwen3-30B-A3B", "bench_engine", program, 70, 100)]
+    return [_ranks_step(setting, "engine", "engine, Qwen3-30B-A3B", "bench_engine", program, 65, 100)]
 
 
 def _server_steps(setting: Setting) -> list[Step]:
@@ -231,10 +248,10 @@ def _server_steps(setting: Setting) -> list[Step]:
             "12",
         ]
         program += ["--repeated", "8"]
-        expected_s, limit_s = 30.0, 150.0
+        expected_s, limit_s = 50.0, 150.0
     else:
         program += ["--model", str(setting.model), "--requests", "1000", "--streams", "512"]
-        expected_s, limit_s = 50.0, 90.0
+        expected_s, limit_s = 45.0, 90.0
     return [
         Step(
             name="HTTP server",

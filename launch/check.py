@@ -23,6 +23,7 @@ from moe_runtime.launch.logs import setup_logging
 from moe_runtime.launch.progress import progress_bar
 from moe_runtime.verify.checker import check
 from moe_runtime.verify.config import CheckConfig
+from moe_runtime.verify.report import CheckReport
 
 __all__ = ["main"]
 
@@ -37,14 +38,18 @@ def main(args: Sequence[str] | None = None) -> int:
         setup_logging(group.rank)
         with progress_bar("loading weights", shown=group.rank == 0) as on_progress:
             llm = LLM.from_config(config.engine_in_force, group=group, on_progress=on_progress)
-        report = check(llm, config, lambda what: progress_bar(what, shown=group.rank == 0))
+
+        def write(report: CheckReport) -> None:
+            if group.rank == 0 and config.json is not None:
+                config.json.write_text(report.to_json(), encoding="utf-8")
+
+        report = check(llm, config, lambda what: progress_bar(what, shown=group.rank == 0), write)
+        write(report)
         if group.rank == 0:
             console = Console()
             if not console.is_terminal:
                 console = Console(width=NARROWEST_TABLE)
             report.print_to(console)
-            if config.json is not None:
-                config.json.write_text(report.to_json(), encoding="utf-8")
     except PeerError as error:
         leave_at_once(str(error))
     except InvarianceError as error:

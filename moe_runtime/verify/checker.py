@@ -37,7 +37,12 @@ ProgressFactory = Callable[[str], AbstractContextManager[Callable[[int, int], No
 """Opens a display under a name; what it yields is told (done, total)."""
 
 
-def check(llm: LLM, config: CheckConfig, progress: ProgressFactory) -> CheckReport:
+def check(
+    llm: LLM,
+    config: CheckConfig,
+    progress: ProgressFactory,
+    on_axis: Callable[[CheckReport], None] = lambda _: None,
+) -> CheckReport:
     """Run a check; a collective of all ranks with equal arguments, which all get equal results.
 
     A control is in force in every run, the reference included: what differs then differs with the batch.
@@ -46,6 +51,7 @@ def check(llm: LLM, config: CheckConfig, progress: ProgressFactory) -> CheckRepo
         llm: The loaded model.
         config: What to run.
         progress: Shows progress.
+        on_axis: Told of the report so far, after the reference batch and after each axis.
 
     Raises:
         ValueError: the context is too short for the outputs.
@@ -71,7 +77,9 @@ def check(llm: LLM, config: CheckConfig, progress: ProgressFactory) -> CheckRepo
             digest=digest_outputs(reference),
             control=Control(config.control),
             expected_digest=config.expect_digest,
+            is_complete=False,
         )
+        on_axis(report)
         setup = AxisSetup(
             source=source,
             cases=cases,
@@ -97,8 +105,10 @@ def check(llm: LLM, config: CheckConfig, progress: ProgressFactory) -> CheckRepo
             found = _check_axis(runner, name, setup, progress)
             logger.info("%s: %d outputs, %s, %.1f s", name, found.num_cases, found.finding, found.wall_s)
             report.axes.append(found)
+            report.wall_s = time.perf_counter() - start_s
+            on_axis(report)
     runner.restore()
-    report.wall_s = time.perf_counter() - start_s
+    report.wall_s, report.is_complete = time.perf_counter() - start_s, True
     return report
 
 

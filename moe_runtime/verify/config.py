@@ -30,7 +30,7 @@ class CheckConfig:
         axes: Axes to run: again, shuffled, alone, arrival, single, mixed, prefix, chunks, preempt, forced, scored,
             buckets, graph, placement, topology; by default all.
         full: Every prompt greedy and seeded, and every one of them on every axis; takes long.
-        json: File for the report.
+        json: File for the report, written after each axis.
         control: Tree to switch off in all runs, to see the check fail: split-k-gemm, free-gemm, arrival-combine,
             batch-attention, batch-noise. Exit code 4 when the check notices, 5 when it does not. Where no dtype is
             given, float32: a few bfloat16 rows mostly add to the same fp32 sum in any order.

@@ -102,6 +102,7 @@ class CheckReport:
         expected_digest: Digest asked for.
         axes: Results in the order of the runs.
         wall_s: Seconds of all runs, loading left out.
+        is_complete: All axes asked for have run.
     """
 
     facts: dict[str, str | int]
@@ -110,6 +111,7 @@ class CheckReport:
     expected_digest: str | None = None
     axes: list[AxisResult] = field(default_factory=list)
     wall_s: float = 0.0
+    is_complete: bool = True
 
     @property
     def digest_matches(self) -> bool:
@@ -146,6 +148,8 @@ class CheckReport:
     @property
     def conclusion(self) -> str:
         """One sentence."""
+        if not self.is_complete:
+            return f"UNFINISHED: {len(self.axes)} axes have run"
         if self.control is not Control.NONE:
             if self.noticed_by:
                 return f"control {self.control.value} was noticed by {', '.join(self.noticed_by)}, as it should be"
@@ -197,7 +201,8 @@ class CheckReport:
             "axes": axes,
             "verdicts": self.verdicts(),
             "conclusion": self.conclusion,
-            "exit_code": int(self.exit_code),
+            "exit_code": int(self.exit_code) if self.is_complete else None,
+            "is_complete": self.is_complete,
             "wall_s": self.wall_s,
         }
         return json.dumps(content, indent=2) + "\n"

@@ -46,6 +46,7 @@ def report(digest: str) -> dict[str, Any]:
             ),
         ],
         "wall_s": 12.0,
+        "is_complete": True,
     }
 
 
@@ -209,6 +210,15 @@ def test_a_run_that_was_cut_off_keeps_what_it_has(document: dict[str, Any]) -> N
     assert "## HTTP server" not in page
     document["steps"] = []
     assert "The run was cut off" in make_page(document)
+
+
+def test_a_check_that_was_ended_shows_the_axes_that_ran(document: dict[str, Any]) -> None:
+    document["steps"][0] |= {"state": "cut off", "reason": "check built-in EP 8 was ended after 60 s"}
+    unfinished = document["steps"][0]["commands"][0]["result"]
+    unfinished |= {"axes": unfinished["axes"][:1], "is_complete": False}
+    page = make_page(document)
+    assert "| built-in EP 8 (unfinished) | 64 x 50 | aaaaaaaaaaaaaaaa | alone (64) | - | 12 |" in page
+    assert "- check built-in EP 8: cut off" in page
 
 
 def wrong_digest(document: dict[str, Any]) -> None:

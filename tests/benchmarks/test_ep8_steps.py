@@ -30,6 +30,16 @@ def commands_of(steps: list[Any]) -> list[Any]:
     return [command for step in steps for command in step.commands]
 
 
+def size_of(command: Any) -> int:
+    argv = list(command.argv)
+    return int(argv[argv.index("--nproc-per-node") + 1])
+
+
+def check_config(command: Any) -> CheckConfig:
+    argv = list(command.argv)
+    return parse_config(CheckConfig, argv[argv.index("moe_runtime.check") + 1 :], prog="check")
+
+
 @pytest.mark.parametrize("num_ranks", SIZES)
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_every_program_knows_its_flags(tmp_path: Path, device: str, num_ranks: int) -> None:
@@ -37,8 +47,7 @@ def test_every_program_knows_its_flags(tmp_path: Path, device: str, num_ranks: i
     for command in commands_of(plan(tmp_path, device, num_ranks)):
         argv = list(command.argv)
         if "moe_runtime.check" in argv:
-            flags = argv[argv.index("moe_runtime.check") + 1 :]
-            config = parse_config(CheckConfig, flags, prog="check")
+            config = check_config(command)
             assert (config.json, config.engine.device) == (command.result, device)
             programs.add("check")
             continue
@@ -52,27 +61,36 @@ def test_every_program_knows_its_flags(tmp_path: Path, device: str, num_ranks: i
 
 
 @pytest.mark.parametrize("num_ranks", SIZES)
-def test_deployments_of_fewer_ranks_have_gpus_of_their_own(
+def test_deployments_side_by_side_have_gpus_of_their_own(
     tmp_path: Path, num_ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     visible = [str(10 + gpu) for gpu in range(num_ranks)]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(visible))
-    fewer = [step for step in plan(tmp_path, num_ranks=num_ranks) if len(step.commands) > 1 or num_ranks == 2]
-    fewer = [step for step in fewer if step.part == "check" and f"EP {num_ranks}" not in step.name]
-    assert len(fewer) == 2
-    for step in fewer:
-        given = [command.env["CUDA_VISIBLE_DEVICES"].split(",") for command in step.commands]
+    for step in plan(tmp_path, num_ranks=num_ranks):
+        given = [
+            command.env.get("CUDA_VISIBLE_DEVICES", ",".join(visible)).split(",") for command in step.commands
+        ]
         used = [gpu for gpus in given for gpu in gpus]
-        assert len(used) == len(set(used)) <= num_ranks
+        assert len(used) == len(set(used))
         assert set(used) <= set(visible)
-        sizes = [
-            int(list(command.argv)[list(command.argv).index("--nproc-per-node") + 1])
-            for command in step.commands
-        ]
-        assert sizes == [len(gpus) for gpus in given]
-        assert sizes[: num_ranks.bit_length() - 1] == [
-            num_ranks >> i for i in range(1, num_ranks.bit_length())
-        ]
+        sizes = [size_of(command) for command in step.commands if "torch.distributed.run" in command.argv]
+        assert sizes in ([], [len(gpus) for gpus in given])
+
+
+@pytest.mark.parametrize("num_ranks", SIZES)
+def test_every_ep_and_tp_size_has_a_digest(tmp_path: Path, num_ranks: int) -> None:
+    powers = {1 << i for i in range(num_ranks.bit_length())}
+    checks = [
+        command
+        for command in commands_of(plan(tmp_path, num_ranks=num_ranks))
+        if command.name.startswith("check Qwen3")
+    ]
+    configs = [(size_of(command), check_config(command)) for command in checks]
+    assert {size for size, config in configs if config.engine.tp == 1} == powers
+    assert {config.engine.tp for _, config in configs} == powers
+    assert (
+        len({(config.num_prompts, config.max_tokens, config.seed, config.full) for _, config in configs}) == 1
+    )
 
 
 def test_all_of_it_fits_into_the_budget_as_expected(tmp_path: Path) -> None:
@@ -85,8 +103,7 @@ def test_all_of_it_fits_into_the_budget_as_expected(tmp_path: Path) -> None:
 
 def test_prompts_of_the_large_check_are_2500_tokens_with_a_deviation_of_1000(tmp_path: Path) -> None:
     (command,) = (c for c in commands_of(plan(tmp_path)) if c.name == "check Qwen3-30B-A3B EP 8")
-    argv = list(command.argv)
-    config = parse_config(CheckConfig, argv[argv.index("moe_runtime.check") + 1 :], prog="check")
+    config = check_config(command)
     assert config.engine.max_model_len == 10_000  # verify/prompts.py: a quarter, with a deviation of a tenth
     assert (config.num_prompts, config.num_alone, config.max_tokens) == (64, 64, 50)
     assert {"alone", "graph", "placement", "topology"} <= set(config.axis_names)

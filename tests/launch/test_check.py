@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from moe_runtime.engine.llm import LLM
 from moe_runtime.errors import CapacityError
 from moe_runtime.exit_codes import EXIT_NO_FIT
 from moe_runtime.launch.check import main
+from moe_runtime.verify import checker
 from tests.checkpoints import tiny_config, write_checkpoint
 
 
@@ -28,11 +30,33 @@ def test_a_check_passes_and_writes_its_report(
     assert main([*flags, "--axes", "again", "alone", "--json", str(target)]) == 0
     content = json.loads(target.read_text())
     assert [axis["name"] for axis in content["axes"]] == ["again", "alone"]
+    assert (content["is_complete"], content["exit_code"]) == (True, 0)
     text = capsys.readouterr().out
     assert f"digest: {content['digest']}" in text
     assert "run-to-run: equal  position: not run  batch: equal" in text
     assert main([*flags, "--axes", "again", "--expect-digest", content["digest"]]) == 0
     assert main([*flags, "--axes", "again", "--expect-digest", "0" * 64]) == 4
+
+
+def test_a_check_that_does_not_come_to_its_end_leaves_what_it_has(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "report.json"
+    check_axis = checker._check_axis
+
+    def fail_late(runner: Any, name: str, *rest: Any) -> Any:
+        if name == "alone":
+            raise ValueError("the lights went out")
+        return check_axis(runner, name, *rest)
+
+    monkeypatch.setattr(checker, "_check_axis", fail_late)
+    with pytest.raises(SystemExit):
+        main([*flags, "--axes", "again", "alone", "--json", str(target)])
+    content = json.loads(target.read_text())
+    assert [axis["name"] for axis in content["axes"]] == ["again"]
+    assert (content["is_complete"], content["exit_code"]) == (False, None)
+    assert content["conclusion"] == "UNFINISHED: 1 axes have run"
+    assert len(content["digest"]) == 64
 
 
 def test_a_control_ends_with_its_own_codes(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
