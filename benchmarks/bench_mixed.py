@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import json
 import os
 import sys
@@ -52,7 +51,7 @@ def main() -> int:
     result = {
         "ranks": options.ranks,
         "device": options.device,
-        "model": "built-in" if options.model is None else "Qwen3-30B-A3B dimensions, dummy bf16",
+        "model": "built-in" if options.model is None else f"{options.model.name}, dummy weights",
         "cores": os.cpu_count(),
         "ready_s": round(ready_s, 1),
         **result,
@@ -99,10 +98,9 @@ async def measure(
     num_prompt, num_output = (
         sum(usage[name] for usage in usages) for name in ("prompt_tokens", "completion_tokens")
     )
-    events = [[at_s for at_s, _ in reply.events[:-1]] for reply in complete.values() if reply.events]
-    starts = [reply.start_s for reply in complete.values() if reply.events]
-    first_s = sorted(times[0] - start for times, start in zip(events, starts, strict=True))
-    gaps_s = sorted(b - a for times in events for a, b in itertools.pairwise(times))
+    streamed = [reply for reply in complete.values() if reply.events]
+    first_s = sorted(reply.first_s for reply in streamed)
+    gaps_s = sorted(gap_s for reply in streamed for gap_s in reply.gaps_s)
     return {
         "requests": len(requests),
         "streams": num_streams,

@@ -43,12 +43,8 @@ async def measure(server: LoadServer, num_streams: int, num_requests: int) -> di
     await asyncio.gather(*(stream() for _ in range(num_streams)))
     wall_s, front_end_s = time.monotonic() - start_s, cpu_s(front_end) - start_cpu_s
     assert all(reply.is_complete for reply in replies), "a stream has no end"
-    first_s = sorted(reply.events[0][0] - reply.start_s for reply in replies)
-    gaps_s = sorted(
-        later - earlier
-        for reply in replies
-        for (earlier, _), (later, _) in zip(reply.events[:-2], reply.events[1:-1], strict=True)
-    )
+    first_s = sorted(reply.first_s for reply in replies)
+    gaps_s = sorted(gap_s for reply in replies for gap_s in reply.gaps_s)
     num_tokens = num_requests * NUM_TOKENS
     return {
         "streams": num_streams,

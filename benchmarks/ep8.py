@@ -56,7 +56,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, _end)
     folder: Path = options.output.resolve().with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
-    model = write_config(folder / "model")
+    model = write_config(folder / "qwen3-30b-a3b")
     for name in TOKENIZER_FILES:  # of another vocabulary, but a server must have one
         shutil.copy(Path(moe_runtime.builtin.__file__).parent / name, model)
     commit = options.commit or _commit()

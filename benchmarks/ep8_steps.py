@@ -251,6 +251,7 @@ def _server_steps(setting: Setting) -> list[Step]:
         expected_s, limit_s = 50.0, 150.0
     else:
         program += ["--model", str(setting.model), "--requests", "1000", "--streams", "512"]
+        program += ["--ready-s", "70"]  # so that a server that does not start shows its log
         expected_s, limit_s = 45.0, 90.0
     return [
         Step(

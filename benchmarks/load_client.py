@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import json
 import time
 from dataclasses import dataclass, field
@@ -45,6 +46,17 @@ class Reply:
     def chunks(self) -> list[Any]:
         """The JSON documents of a stream."""
         return [json.loads(data) for _, data in self.events if data != b"[DONE]"]
+
+    @property
+    def first_s(self) -> float:
+        """Of a stream: seconds from the request to its first event."""
+        return self.events[0][0] - self.start_s
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Of a stream: seconds between its events, without that to ``[DONE]``."""
+        times = [at_s for at_s, data in self.events if data != b"[DONE]"]
+        return [later - earlier for earlier, later in itertools.pairwise(times)]
 
     @property
     def text(self) -> str:

@@ -79,6 +79,12 @@ def test_any_other_bit_is_another_digest() -> None:
     assert len(digests) == 6
 
 
+def test_times_of_a_stream_are_from_the_request_and_without_its_end() -> None:
+    reply = stream([part("a", [1], [0.1])], [part("b", [2], [0.2])], [part("c", [3], [0.3], "stop")])
+    reply.start_s = -0.5
+    assert (reply.first_s, reply.gaps_s) == (0.5, [1.0, 1.0])
+
+
 def test_chat_deltas_add_up_to_the_message() -> None:
     message = {"role": "assistant", "content": "abc", "refusal": None}
     answer = whole({"index": 0, "message": message, "logprobs": None, "finish_reason": "length"})
