@@ -148,6 +148,7 @@ def run_steps(
             try:
                 _run_step(step, outcome, env or {}, clock)
             except BaseException:  # a signal: what is there is kept
+                outcome.state, outcome.reason = "cut off", outcome.reason or "the run was ended"
                 on_outcome(outcome)
                 raise
         outcomes.append(outcome)
