@@ -74,10 +74,6 @@ class ExpertStore(ABC):
         """Time that swaps have taken from a device's steps; the host's is the caller's to take."""
         return 0.0
 
-    @abstractmethod
-    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy that no later step changes, made beside the steps."""
-
 
 class CpuExpertStore(ExpertStore):
     """Packed experts of a CPU rank: a swap exchanges objects, and copies no weights.
@@ -133,10 +129,6 @@ class CpuExpertStore(ExpertStore):
             self._spare[spare], moe.experts[slot] = moe.experts[slot], self._spare[spare]
         moe.replicas.table.copy_(replicas.table)
         moe.replicas.count.copy_(replicas.count)
-
-    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See ``ExpertStore.to_host``."""
-        return tensor.clone()
 
 
 def _tensors(expert: PackedExpert) -> tuple[torch.Tensor, torch.Tensor]:

@@ -128,14 +128,6 @@ class GpuExpertStore(ExpertStore):
                 self._is_timing = False
         return self._stall_s
 
-    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See ``ExpertStore.to_host``."""
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._is_gpu)
-        with self._beside_steps():
-            host.copy_(tensor, non_blocking=True)
-        self._wait()
-        return host
-
     def _download(self, experts: LayerExperts, slot: int, host: torch.Tensor) -> torch.Tensor:
         with self._beside_steps():
             start = 0
