@@ -151,7 +151,8 @@ class DeviceExpertLoad(ExpertLoad):
     """
 
     def __init__(self, counts: torch.Tensor, window_steps: int = DEFAULT_WINDOW_STEPS) -> None:
-        super().__init__(*counts.shape, window_steps)
+        num_moe_layers, num_experts = counts.shape
+        super().__init__(num_moe_layers, num_experts, window_steps)
         self.counts = counts
 
     def _copy(self) -> tuple[torch.Tensor, torch.cuda.Event | None]:
