@@ -56,6 +56,18 @@ class ExpertStore(ABC):
     def live_checksum(self, layer: int, slot: int) -> int:
         """Checksum of a live expert, wherever it is cheapest; not beside a step."""
 
+    @property
+    def pushes(self) -> bool:
+        """Whether ``push`` reaches every rank's spare room."""
+        return False
+
+    def push(self, layer: int, slot: int, rank: int, place: int) -> None:
+        """Copy a live expert into a place of a rank's spare room, which that rank has let go; done on return."""
+        raise NotImplementedError(f"{type(self).__name__} reaches no other rank's memory")
+
+    def settle(self) -> None:  # noqa: B027  # the CPU's swap is over when it returns
+        """Wait until the latest swap has read the spare room."""
+
     @abstractmethod
     def prepare(self, layer: int, slots: Sequence[int], replicas: Replicas) -> None:
         """Have all at hand for ``swap``.

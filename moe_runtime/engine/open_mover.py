@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -18,6 +19,9 @@ from moe_runtime.engine.expert_transfer import ExpertTransfer, loaded_checksums
 from moe_runtime.engine.model_loader import LoadedModel
 from moe_runtime.layers.decoder import Decoder
 from moe_runtime.layers.mlp import MoE
+
+if TYPE_CHECKING:
+    from moe_runtime.engine.spare_rooms import SpareRooms
 
 __all__ = ["TRANSFER_TIMEOUT_S", "open_mover"]
 
@@ -42,9 +46,10 @@ def open_mover(model: LoadedModel, config: EngineConfig, group: RankGroup) -> Ex
     plan = model.plan
     if plan.fixed_reason:
         return None
+    rooms = _spare_rooms(model, group)
     store = all_or_none(
         group,
-        lambda: _store(model),
+        lambda: _store(model, rooms),
         reason="no room for the experts of one layer beside the weights, which moving experts needs",
         failures=(RuntimeError, MemoryError),
     )
@@ -59,7 +64,8 @@ def open_mover(model: LoadedModel, config: EngineConfig, group: RankGroup) -> Ex
         )
         first_expert = plan.placement.first_expert
     checksums = loaded_checksums(store, own, plan.placement, first_expert)
-    logger.info("moves of experts: %.1f MiB for one layer", store.spare_bytes / 2**20)
+    way = "pushed between GPUs" if store.pushes else "through the hosts' memory"
+    logger.info("moves of experts: %.1f MiB for one layer, %s", store.spare_bytes / 2**20, way)
     return ExpertMover(
         ExpertTransfer(store, own, first_expert, checksums),
         plan.placement,
@@ -68,11 +74,28 @@ def open_mover(model: LoadedModel, config: EngineConfig, group: RankGroup) -> Ex
     )
 
 
-def _store(model: LoadedModel) -> ExpertStore:
+def _spare_rooms(model: LoadedModel, group: RankGroup) -> SpareRooms | None:
+    """Of GPU ranks that reach each other's memory; None for others. A collective."""
+    decoder = model.decoder
+    if isinstance(decoder, Decoder) or group.size == 1 or model.plan.device.type != "cuda":
+        return None
+    from moe_runtime.engine.spare_rooms import connect_spare_rooms
+
+    rooms = connect_spare_rooms(
+        group, model.plan.device, decoder.layers[0].experts, max(model.plan.placement.slots_per_rank)
+    )
+    if isinstance(rooms, str):
+        if group.rank == 0:
+            logger.warning("experts cannot be pushed between GPUs: %s", rooms)
+        return None
+    return rooms
+
+
+def _store(model: LoadedModel, rooms: SpareRooms | None) -> ExpertStore:
     decoder = model.decoder
     if isinstance(decoder, Decoder):
         return CpuExpertStore([layer.mlp for layer in decoder.layers if isinstance(layer.mlp, MoE)])
     from moe_runtime.engine.gpu_expert_store import GpuExpertStore
 
     replicas = [found for found in decoder.replicas if found is not None]
-    return GpuExpertStore([layer.experts for layer in decoder.layers], replicas)
+    return GpuExpertStore([layer.experts for layer in decoder.layers], replicas, rooms)
