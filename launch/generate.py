@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, Literal, cast
 
 import msgspec
 import torch
@@ -53,7 +53,9 @@ def main(args: Sequence[str] | None = None) -> int:
     return run_offline(config.engine.device, config.input, config.output, run)
 
 
-def run_offline(device: str, source: Path, target: Path, run: Callable[[RankGroup], None]) -> int:
+def run_offline(
+    device: Literal["auto", "cpu", "cuda"], source: Path, target: Path, run: Callable[[RankGroup], None]
+) -> int:
     """Run a program that reads a file and writes another, on all ranks. Returns the exit code.
 
     Args:

@@ -12,6 +12,7 @@ from moe_runtime.engine.llm import LLM
 from moe_runtime.kernels.replicas import CopyChoice, copy_choice
 from tests.checkpoints import tiny_config, write_checkpoint
 from tests.mixed_requests import bits, mixed_params, random_prompts
+from tests.moe_runtime.engine.test_runner import LateRunner
 from tests.placements import any_placement, placed
 from tests.ranks import RankContext
 
@@ -107,6 +108,17 @@ def test_virtual_ranks_move_experts(folder, expected, num_redundant, choice):
         assert outputs(llm, moves=moves_to(4, num_redundant)) == expected
         assert min(llm.engine.mover.versions) >= 2
         assert outputs(llm) == expected
+
+
+@pytest.mark.parametrize("num_redundant", [0, 9])
+def test_steps_that_overlap_cross_moves_unchanged(folder, expected, num_redundant):
+    """Steps are planned before the tokens of the one before are known, as on a GPU."""
+    with placed(lambda *sizes: any_placement(*sizes, num_redundant, seed=3)):
+        llm = LLM(str(folder), dispatcher="loopback", loopback_ranks=4, rearrange_interval=2, **LIMITS)
+    runner = llm.engine.runner = LateRunner(llm.engine.runner)
+    assert outputs(llm, moves=moves_to(4, num_redundant)) == expected
+    assert min(llm.engine.mover.versions) >= 2
+    assert runner.num_overlapped > 0
 
 
 def test_control_bits_and_checksum_tell_of_a_wrong_expert(folder, expected):
