@@ -323,7 +323,7 @@ class ExpertMover:
         while (number := self._work.get()) is not None:
             try:
                 if number == 0:
-                    self._transfer.store.begin()
+                    self._transfer.begin(self.placement)
                     self._make_plan()
                 else:
                     self._stage_layer(number - 1)

@@ -54,7 +54,7 @@ class ExpertStore(ABC):
 
     @abstractmethod
     def live_checksum(self, layer: int, slot: int) -> int:
-        """Checksum of a live expert, wherever it is cheapest; not beside a step."""
+        """Checksum of a live expert, wherever it is cheapest; on a device not beside a step."""
 
     @property
     def pushes(self) -> bool:

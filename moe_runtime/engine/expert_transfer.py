@@ -37,11 +37,15 @@ class ExpertTransfer:
         store: This rank's experts.
         group: The ranks, through a gloo group that nobody else uses.
         first_expert: Exclusive prefix sums of physical experts per process.
-        checksums: ``[num_layers, num_logical]`` int64, from ``loaded_checksums``.
+        checksums: ``[num_layers, num_logical]`` int64, from ``loaded_checksums``; None takes them in ``begin``.
     """
 
     def __init__(
-        self, store: ExpertStore, group: RankGroup, first_expert: Sequence[int], checksums: torch.Tensor
+        self,
+        store: ExpertStore,
+        group: RankGroup,
+        first_expert: Sequence[int],
+        checksums: torch.Tensor | None,
     ) -> None:
         self.store = store
         self.group = group
@@ -50,6 +54,19 @@ class ExpertTransfer:
         self.verifies = True
         self._buffer = torch.zeros(store.expert_bytes, dtype=torch.uint8)
         self._source_fault = self._fault = ""
+
+    def begin(self, placement: ModelPlacement) -> None:
+        """Called on the thread that moves experts before each move; a collective of all ranks.
+
+        Checksums that were not taken at the start are taken before anything has been swapped: no later swap can leave a
+        slot stale that they do not tell of.
+
+        Args:
+            placement: Where experts are.
+        """
+        self.store.begin()
+        if self.checksums is None:
+            self.checksums = loaded_checksums(self.store, self.group, placement, self.first_expert)
 
     def run(self, layer: int, moves: Sequence[ExpertMove]) -> tuple[list[int], int]:
         """Fill the spare room for a layer; a collective of all ranks.
@@ -141,6 +158,7 @@ class ExpertTransfer:
 
     def _verify(self, layer: int, place: int, move: ExpertMove) -> None:
         """Compare what the spare room holds with the expert as it was loaded."""
+        assert self.checksums is not None, "a move has begun"
         try:
             found, loaded = checksum(self.store.filled(place)), int(self.checksums[layer, move.logical])
         except Exception as error:
@@ -154,7 +172,7 @@ class ExpertTransfer:
 def loaded_checksums(
     store: ExpertStore, group: RankGroup, placement: ModelPlacement, first_expert: Sequence[int]
 ) -> torch.Tensor:
-    """``[num_layers, num_logical]`` int64: checksums of all experts; a collective of all ranks, before any step.
+    """``[num_layers, num_logical]`` int64: checksums of all experts; a collective of all ranks, before any swap.
 
     Args:
         store: This rank's experts.

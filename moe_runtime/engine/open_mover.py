@@ -1,4 +1,7 @@
-"""Sets up what moves experts: room for one layer's, a process group of its own, checksums of what was loaded."""
+"""Sets up what moves experts: room for one layer's, a process group of its own, checksums of what was loaded.
+
+Checksums take one reading of all weights. On a CPU they wait for a first move where no copy has to be compared and no
+interval is set."""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from moe_runtime.engine.expert_mover import ExpertMover
 from moe_runtime.engine.expert_store import CpuExpertStore, ExpertStore
 from moe_runtime.engine.expert_transfer import ExpertTransfer, loaded_checksums
 from moe_runtime.engine.model_loader import LoadedModel
+from moe_runtime.eplb.placement import ModelPlacement
 from moe_runtime.layers.decoder import Decoder
 from moe_runtime.layers.mlp import MoE
 
@@ -63,7 +67,9 @@ def open_mover(model: LoadedModel, config: EngineConfig, group: RankGroup) -> Ex
             process_group=dist.new_group(timeout=timedelta(seconds=TRANSFER_TIMEOUT_S), backend="gloo"),
         )
         first_expert = plan.placement.first_expert
-    checksums = loaded_checksums(store, own, plan.placement, first_expert)
+    checksums = None
+    if not _may_be_late(store, plan.placement, config):
+        checksums = loaded_checksums(store, own, plan.placement, first_expert)
     way = "pushed between GPUs" if store.pushes else "through the hosts' memory"
     logger.info("moves of experts: %.1f MiB for one layer, %s", store.spare_bytes / 2**20, way)
     return ExpertMover(
@@ -72,6 +78,16 @@ def open_mover(model: LoadedModel, config: EngineConfig, group: RankGroup) -> Ex
         interval=config.rearrange_interval,
         target_permille=max(1, round(config.rearrange_target * 1000)),
     )
+
+
+def _may_be_late(store: ExpertStore, placement: ModelPlacement, config: EngineConfig) -> bool:
+    """Whether checksums can wait for a first move, which may never come.
+
+    Not where copies must be compared before they serve, nor where moves are sure to come; and a device takes them in
+    no time before its steps, but not beside them.
+    """
+    is_on_host = isinstance(store, CpuExpertStore)
+    return is_on_host and placement.num_redundant_experts == 0 and config.rearrange_interval == 0
 
 
 def _spare_rooms(model: LoadedModel, group: RankGroup) -> SpareRooms | None:

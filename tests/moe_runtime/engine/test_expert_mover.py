@@ -31,9 +31,6 @@ class FakeStore:
         self.swapped: list[int] = []
         self.prepared: list[int] = []
 
-    def begin(self) -> None:
-        pass
-
     def stall_s(self) -> float:
         return 0.0
 
@@ -53,6 +50,9 @@ class FakeTransfer:
         self.gate = threading.Event()
         self.gate.set()
         self.error: Exception | None = None
+
+    def begin(self, placement: ModelPlacement) -> None:
+        pass
 
     def run(self, layer: int, moves: object) -> tuple[list[int], int]:
         assert self.gate.wait(30)

@@ -202,6 +202,19 @@ def test_the_checksum_tells_of_every_fault(alone, where):
     transfer.run(1, moves)
 
 
+def test_checksums_not_taken_at_the_start_are_those_before_the_first_move(alone):
+    """Also for a slot that goes stale afterwards."""
+    transfer, moves, current = alone
+    late = ExpertTransfer(transfer.store, transfer.group, transfer.first_expert, None)
+    for _ in range(2):
+        late.begin(current)
+        assert late.checksums is not None
+        assert torch.equal(late.checksums, transfer.checksums)
+        transfer.store._moes[1].experts[moves[0].source].down.tiles[0, 0, 0, 0] += 1
+    with pytest.raises(MoveError, match=rf"layer 1, logical expert {moves[0].logical}: .* has checksum"):
+        late.run(1, moves)
+
+
 def test_copies_that_differ_at_the_start_are_told(alone):
     transfer, _, current = alone
     store = transfer.store
