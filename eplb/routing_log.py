@@ -34,6 +34,7 @@ from moe_runtime.eplb.loads import IntArray
 
 __all__ = [
     "MAGIC",
+    "IdArray",
     "RoutingLogHeader",
     "RoutingLogWriter",
     "iter_routing_log",

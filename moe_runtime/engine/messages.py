@@ -18,6 +18,7 @@ __all__ = [
     "AbortRequest",
     "AddRequest",
     "Drain",
+    "ExpertLoadReport",
     "MoveExperts",
     "MoveResult",
     "PlacementReport",
