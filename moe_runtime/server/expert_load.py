@@ -32,7 +32,7 @@ class LoadSummary:
 
 
 class LoadTally:
-    """Adds up what the ranks report; each pair counts where its expert was when it was reported.
+    """Adds up what the ranks report, once all have; each pair counts where its expert is then.
 
     Args:
         placement: Where experts are at the start.
@@ -51,27 +51,22 @@ class LoadTally:
         self.placement = placement
         self.window = LoadWindow.of_steps(placement.num_layers, placement.num_logical_experts, window_steps)
         self._world_size = world_size
-        self._seen: dict[int, npt.NDArray[np.int64]] = {}
         self._pairs = np.zeros((placement.num_layers, world_size), dtype=np.int64)
-        # Of steps that some rank has not reported: its reports are the same, later.
-        self._partial: dict[int, dict[int, npt.NDArray[np.int64]]] = {}
+        # By step, reports of some ranks; those of the others are of the same steps, later.
+        self._partial: dict[int, dict[int, bytes]] = {}
         self._totals = np.zeros((placement.num_layers, placement.num_logical_experts), dtype=np.int64)
         self._num_steps = 0
 
     @property
     def counts(self) -> npt.NDArray[np.int64]:
-        """``[layers, logical experts]`` pairs, added over the ranks where the tokens are at home."""
-        return sum(self._seen.values(), np.zeros_like(self._totals))
+        """``[layers, logical experts]`` pairs since start, added over the ranks where the tokens are at home."""
+        return self._totals
 
     def take(self, rank: int, reports: Sequence[ExpertLoadReport]) -> None:
         """A rank's ``RankReport.expert_load``."""
         for report in reports:
-            counts = np.frombuffer(report.counts, dtype="<i8").reshape(self._totals.shape).astype(np.int64)
-            pairs = rank_pairs(counts - self._seen.get(rank, 0), self.placement)
-            self._pairs += pairs.sum(axis=1, keepdims=True) if self._world_size == 1 else pairs
-            self._seen[rank] = counts
             of_ranks = self._partial.setdefault(report.num_steps, {})
-            of_ranks[rank] = counts
+            of_ranks[rank] = report.counts
             if len(of_ranks) == self._world_size:
                 self._close_step(report.num_steps)
 
@@ -96,6 +91,10 @@ class LoadTally:
 
     def _close_step(self, num_steps: int) -> None:
         """All ranks have reported this step."""
-        totals = sum(self._partial.pop(num_steps).values(), np.zeros_like(self._totals))
+        totals = np.zeros_like(self._totals)
+        for counts in self._partial.pop(num_steps).values():
+            totals += np.frombuffer(counts, dtype="<i8").reshape(totals.shape)
+        pairs = rank_pairs(totals - self._totals, self.placement)
+        self._pairs += pairs.sum(axis=1, keepdims=True) if self._world_size == 1 else pairs
         self.window.add(totals - self._totals, num_steps - self._num_steps)
         self._totals, self._num_steps = totals, num_steps

@@ -36,6 +36,8 @@ def test_counts_of_all_homes_are_added_and_the_latest_report_counts():
     tally = tally_of()
     assert tally.counts.tolist() == [[6, 2, 1], [2**40, 0, 2]]
     tally.take(0, report([[6, 1, 0], [0, 0, 2]], 2))
+    assert tally.counts.tolist() == [[6, 2, 1], [2**40, 0, 2]], "the other rank has not reported this step"
+    tally.take(1, report(COUNTS[1], 2))
     assert tally.counts.tolist() == [[7, 2, 1], [2**40, 0, 2]]
     assert LoadTally(PLACEMENT, 2, 4).counts.tolist() == [[0, 0, 0]] * 2
 
@@ -69,10 +71,12 @@ def test_the_window_has_steps_that_all_ranks_have_reported_and_the_newest_alone(
 def test_copies_share_and_moves_count_from_when_they_happened():
     copied = replace(PLACEMENT, physical_to_logical_map=np.array([[0, 1, 2, 0]] * 2), first_expert=(0, 2, 4))
     tally = LoadTally(copied, 2, 4)
-    tally.take(0, report([[5, 1, 0], [0, 0, 2]]))
+    for rank, counts in enumerate(([[4, 1, 0], [0, 0, 2]], [[1, 0, 0], [0, 0, 0]])):
+        tally.take(rank, report(counts))
     assert tally.summary().pairs == (3 + 1, 2 + 2)
     tally.move(np.array([[2, 0, 1, 0]] * 2, dtype="<i4").tobytes())
-    tally.take(0, report([[5, 1, 7], [0, 10, 2]], 2))
+    for rank, counts in enumerate(([[4, 1, 7], [0, 10, 2]], [[1, 0, 0], [0, 0, 0]])):
+        tally.take(rank, report(counts, 2))
     assert tally.summary().pairs == (3 + 1 + 7, 2 + 2 + 10), "what was counted stays where it was"
 
 
