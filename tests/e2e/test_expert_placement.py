@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import itertools
 import json
 import random
@@ -212,3 +213,25 @@ def test_a_rank_killed_amid_moves_ends_the_gang(server: RunningServer) -> None:
         server.signal_rank(1, signal.SIGKILL)
         assert moving.result(60) > 3
     assert server.wait_exit() != 0
+
+
+@pytest.mark.slow
+def test_the_start_after_a_death_amid_a_move_is_clean() -> None:
+    flags = ("--num-redundant-experts", "3")
+    with running_server(2, *flags) as first:
+        expected, initial = answer(first.complete(**BODY)), shown(first)["placement"]
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            moving = pool.submit(move, first, shuffled(initial, 5))
+            while not shown(first)["rearrangement"]["num_layers"] and not moving.done():
+                time.sleep(0.01)
+            first.signal_rank(1, signal.SIGKILL)
+            with contextlib.suppress(httpx.HTTPError):
+                moving.result(60)
+        assert first.wait_exit() != 0
+    with running_server(2, *flags) as second:
+        assert shown(second)["placement"] == initial
+        assert shown(second)["layer_versions"] == [0] * len(initial["physical_to_logical_map"])
+        assert answer(second.complete(**BODY)) == expected
+        target = shuffled(initial, 6)
+        assert move(second, target).json()["placement"] == target
+        assert answer(second.complete(**BODY)) == expected
