@@ -154,6 +154,7 @@ class DeviceExpertLoad(ExpertLoad):
         num_moe_layers, num_experts = counts.shape
         super().__init__(num_moe_layers, num_experts, window_steps)
         self.counts = counts
+        self._before = (0, counts.cpu().numpy().copy())  # of an engine before this one on the same weights
 
     def _copy(self) -> tuple[torch.Tensor, torch.cuda.Event | None]:
         if self.counts.device.type != "cuda":

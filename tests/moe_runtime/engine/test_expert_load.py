@@ -150,6 +150,15 @@ class PlayedEvent:
         self.is_reached = True
 
 
+def test_a_device_s_counts_of_an_engine_before_are_not_in_the_window():
+    counts = torch.full((1, 2), 5, dtype=torch.int64)
+    load = DeviceExpertLoad(counts, window_steps=2)
+    load.before_step(view(1))
+    counts += 3
+    load.before_step(view(0))
+    assert load.mark().window().totals().tolist() == [[3, 3]]
+
+
 def test_a_device_s_counts_come_in_order_once_their_copies_have_ended(monkeypatch):
     counts = torch.zeros(1, 2, dtype=torch.int64)
     load = DeviceExpertLoad(counts, window_steps=2)
