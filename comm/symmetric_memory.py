@@ -89,13 +89,20 @@ class SymmetricSpace:
         self._offsets: dict[int, torch.Tensor] = {}
 
     @classmethod
-    def connect(cls, group: RankGroup, num_bytes: int, device: torch.device) -> SymmetricSpace:
+    def connect(
+        cls,
+        group: RankGroup,
+        num_bytes: int,
+        device: torch.device,
+        advice: str = "lower max_num_batched_tokens",
+    ) -> SymmetricSpace:
         """Allocate a region on every rank and map those of the others; a collective, with one outcome on all ranks.
 
         Args:
             group: Ranks of one host; ``group`` must be able to move CPU tensors (gloo).
             num_bytes: Of a region; the same on every rank.
             device: Own GPU, another one on every rank.
+            advice: What to do where there is no room.
 
         Raises:
             ValueError: the ranks are on several hosts, share a GPU or cannot reach each other's memory.
@@ -122,8 +129,7 @@ class SymmetricSpace:
         region = all_or_none(
             group,
             allocate,
-            reason=f"no room for {num_bytes} bytes ({num_bytes / 2**30:.1f} GiB) of symmetric memory: lower "
-            "max_num_batched_tokens",
+            reason=f"no room for {num_bytes} bytes ({num_bytes / 2**30:.1f} GiB) of symmetric memory: {advice}",
             failures=(RuntimeError,),
         )
         handle: Any = symm.rendezvous(region, process_group)

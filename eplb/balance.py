@@ -2,7 +2,8 @@
 
 A rank waits for the fullest one layer by layer. So balancedness is the mean rank load over the peak of each
 layer, and of a model the sum of the layers' means over the sum of their peaks: two layers skewed in opposite
-directions are not even, though each rank's load summed over layers is.
+directions are not even, though each rank's load summed over layers is. Nothing else is called so: metrics, the status
+page, ``/expert_load``, planners and moves all take it from here.
 
 A copy is taken to carry an equal share of its expert's tokens.
 """
@@ -19,7 +20,15 @@ from moe_runtime.eplb.packing import rank_sums
 from moe_runtime.eplb.placement import ModelPlacement
 from moe_runtime.eplb.replication import replicate
 
-__all__ = ["Balance", "HottestExpert", "balance_of", "hottest_expert", "peak_bound", "rank_loads"]
+__all__ = [
+    "Balance",
+    "HottestExpert",
+    "balance_of",
+    "hottest_expert",
+    "peak_bound",
+    "rank_loads",
+    "rank_pairs",
+]
 
 _FloatArray = npt.NDArray[np.float64]
 
@@ -78,6 +87,26 @@ def rank_loads(counts: npt.ArrayLike, placement: ModelPlacement) -> tuple[IntArr
     rows = np.arange(placement.num_layers)[:, None]
     slot_load = copy_load[:, rows, placement.physical_to_logical_map]
     return rank_sums(slot_load, np.asarray(placement.first_expert)), shift
+
+
+def rank_pairs(counts: IntArray, placement: ModelPlacement) -> IntArray:
+    """``[num_layers, ep_size]`` int64: whole pairs of each rank, which add up to those counted; for counters.
+
+    Pairs of an expert with copies are shared out evenly, the odd ones to the first copies. Example: counts
+    ``[[5, 1, 2]]`` with experts 0 and 1 on rank 0 and experts 0 and 2 on rank 1 give ``[[4, 4]]``.
+
+    Args:
+        counts: ``[num_layers, num_logical]`` int64 pairs of each logical expert.
+        placement: Of the same layers and experts.
+    """
+    tokens = _checked_for(counts, placement)[0]
+    count, table = placement.logical_count, placement.logical_to_physical_map
+    shares = tokens[:, :, None] // count[:, :, None]
+    shares = shares + (np.arange(table.shape[2]) < (tokens % count)[:, :, None])
+    slot_pairs = np.zeros_like(placement.physical_to_logical_map)
+    layer, logical, copy = np.nonzero(table >= 0)
+    slot_pairs[layer, table[layer, logical, copy]] = shares[layer, logical, copy]
+    return rank_sums(slot_pairs, np.asarray(placement.first_expert))
 
 
 def balance_of(counts: npt.ArrayLike, placement: ModelPlacement, *, by_bucket: bool = False) -> Balance:

@@ -1,7 +1,7 @@
 """Tokens that each logical expert got in the last steps: integer counts in buckets of steps, bounded memory.
 
 A count is a (token, slot) of a real token routed to the expert; callers leave out padding, idle ranks and
-rejected drafts, and count a token where it is routed. Windows of ranks that step together add up with ``merged``.
+rejected drafts, and count a token where it is routed. Counts of ranks are added up before they come here.
 
 File (``save``, ``load``), a NumPy ``.npz`` archive without pickles:
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import io
 import zipfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,9 +24,11 @@ from moe_runtime.eplb.balance import Balance, HottestExpert, balance_of, hottest
 from moe_runtime.eplb.loads import IntArray, checked_counts
 from moe_runtime.eplb.placement import ModelPlacement
 
-__all__ = ["LoadWindow"]
+__all__ = ["NUM_BUCKETS", "LoadWindow"]
 
 FORMAT = "moe-runtime load window 1"
+NUM_BUCKETS = 16
+"""Of windows made by ``of_steps``."""
 
 
 class LoadWindow:
@@ -68,6 +69,12 @@ class LoadWindow:
         self._steps = np.zeros(num_buckets, dtype=np.int64)
         self._newest = 0
 
+    @classmethod
+    def of_steps(cls, num_layers: int, num_logical_experts: int, num_steps: int) -> LoadWindow:
+        """A window of bounded memory: at most 16 buckets. ``num_steps`` above 16 must be a multiple of 16."""
+        per_bucket = max(1, num_steps // NUM_BUCKETS)
+        return cls(num_layers, num_logical_experts, num_steps=num_steps, steps_per_bucket=per_bucket)
+
     @property
     def num_buckets(self) -> int:
         """Most buckets held."""
@@ -107,11 +114,13 @@ class LoadWindow:
         self._steps[self._newest] += num_steps
         self.num_seen_steps += num_steps
 
-    def clear(self) -> None:
-        """Forget all counts, as after a change of what is served; the number of steps seen stays."""
-        self._counts[:] = 0
-        self._steps[:] = 0
-        self._newest = 0
+    def copy(self) -> LoadWindow:
+        """One that later steps do not change."""
+        same = self._like()
+        held = self.buckets()
+        same._counts[: len(held)] = held
+        same._restore(self.bucket_steps(), self.num_seen_steps)
+        return same
 
     def buckets(self) -> IntArray:
         """``[buckets held, num_layers, num_logical_experts]`` int64, oldest first; empty before the first step."""
@@ -134,35 +143,6 @@ class LoadWindow:
     def hottest_expert(self) -> HottestExpert:
         """The expert with the largest share of its layer's tokens."""
         return hottest_expert(self.totals())
-
-    @classmethod
-    def merged(cls, windows: Sequence[LoadWindow]) -> LoadWindow:
-        """The sum of the windows of ranks that added the same steps to windows of the same form."""
-        if not windows:
-            raise ValueError("windows (none) must be at least one")
-        first = windows[0]
-        total = first._like()
-        for rank, window in enumerate(windows):
-            for name in (
-                "num_layers",
-                "num_logical_experts",
-                "num_steps",
-                "steps_per_bucket",
-                "num_seen_steps",
-            ):
-                mine, other = getattr(first, name), getattr(window, name)
-                if mine != other:
-                    raise ValueError(
-                        f"{name} of window {rank} ({other}) must equal that of window 0 ({mine})"
-                    )
-            if not np.array_equal(first.bucket_steps(), window.bucket_steps()):
-                raise ValueError(
-                    f"steps of the buckets of window {rank} {window.bucket_steps().tolist()} must equal those of "
-                    f"window 0 {first.bucket_steps().tolist()}"
-                )
-            total._counts[: len(window.buckets())] += window.buckets()
-        total._restore(first.bucket_steps(), first.num_seen_steps)
-        return total
 
     def save(self, path: Path) -> None:
         """Write the window to a file, as described above."""

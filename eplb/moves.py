@@ -1,6 +1,7 @@
-"""What has to travel to get from one placement to another. Pure.
+"""Which slots differ between two placements, and how to have few of them. Pure.
 
-A physical expert moves when its slot holds another logical expert afterwards. Within a rank the order of experts is
+A physical expert moves when its slot holds another logical expert afterwards; migration.py says where that comes from.
+Within a rank the order of experts is
 free, so ``aligned`` puts each expert that stays on its rank back into its slot, and ``relabelled`` gives the new plan's
 sets of experts to the ranks that hold most of them already.
 """
@@ -25,44 +26,26 @@ class Moves:
         layer_idx: ``[num_moves]`` int64.
         physical: ``[num_moves]`` int64 slot that changes.
         logical: ``[num_moves]`` int64 logical expert that the slot will hold.
-        source: ``[num_moves]`` int64 slot that holds that expert before the layer's moves: on the receiving rank where
-            there is one, else the copies by turns.
     """
 
     layer_idx: IntArray
     physical: IntArray
     logical: IntArray
-    source: IntArray
 
     def __len__(self) -> int:
         return len(self.layer_idx)
 
     def num_bytes(self, expert_bytes: int) -> int:
-        """Bytes that travel, ``expert_bytes`` for all tensors of one expert."""
+        """Bytes that are written, ``expert_bytes`` for all tensors of one expert; a copy on the rank spares the way."""
         return len(self) * expert_bytes
 
 
 def moves_between(current: ModelPlacement, target: ModelPlacement) -> Moves:
-    """The slots that differ, and where each new expert comes from.
-
-    From (0, 1), (2, 3) to (0, 2), (1, 3) slot 1 takes expert 2 from slot 2, and slot 2 takes expert 1 from slot 1.
-    """
+    """The slots that differ. From (0, 1), (2, 3) to (0, 2), (1, 3) slot 1 takes expert 2 and slot 2 expert 1."""
     check_alike(current, target)
     before, after = current.physical_to_logical_map, target.physical_to_logical_map
     layer, physical = (index.astype(np.int64) for index in np.nonzero(before != after))
-    logical = after[layer, physical]
-    count = current.logical_count[layer, logical]
-    copies = current.logical_to_physical_map[layer, logical]
-    turn = occurrences(layer * current.num_logical_experts + logical) % np.maximum(count, 1)
-    rank = current.rank_of_physical
-    near = (rank[np.maximum(copies, 0)] == rank[physical][:, None]) & (copies >= 0)
-    choice = np.where(near.any(axis=1), near.argmax(axis=1), turn)
-    return Moves(
-        layer_idx=layer,
-        physical=physical,
-        logical=logical,
-        source=copies[np.arange(len(layer)), choice],
-    )
+    return Moves(layer_idx=layer, physical=physical, logical=after[layer, physical])
 
 
 def aligned(current: ModelPlacement, target: ModelPlacement) -> ModelPlacement:

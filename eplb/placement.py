@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -23,7 +22,6 @@ __all__ = [
     "ExpertPlacement",
     "ModelPlacement",
     "contiguous_model_placement",
-    "contiguous_placement",
     "even_slots",
 ]
 
@@ -231,32 +229,6 @@ def even_slots(num_physical_experts: int, ep_size: int, num_nodes: int = 1) -> t
         node = min(range(num_nodes), key=lambda n: Fraction(larger[n], ranks[n]))
         larger[node] += 1
     return tuple(each + (i < larger[node]) for node in range(num_nodes) for i in range(ranks[node]))
-
-
-def contiguous_placement(
-    num_logical_experts: int, ep_size: int, order: Sequence[int] | None = None
-) -> ExpertPlacement:
-    """One copy of each expert, consecutive ids on each rank; any expert count and rank count.
-
-    The first ``num_logical_experts mod ep_size`` ranks hold one expert more than the others: 5 experts on 3 ranks are
-    (0, 1), (2, 3), (4).
-
-    Args:
-        num_logical_experts: At least one.
-        ep_size: At least one.
-        order: Permutation of the logical experts to place instead of ascending ids.
-    """
-    if num_logical_experts < 1 or ep_size < 1:
-        raise ValueError(
-            f"num_logical_experts ({num_logical_experts}) and ep_size ({ep_size}) must be at least 1"
-        )
-    slots = even_slots(num_logical_experts, ep_size)
-    ids = np.arange(num_logical_experts) if order is None else np.asarray(order)
-    return ExpertPlacement(
-        physical_to_logical_map=ids.astype(np.int64),
-        first_expert=(0, *itertools.accumulate(slots)),
-        num_logical_experts=num_logical_experts,
-    )
 
 
 def contiguous_model_placement(

@@ -26,7 +26,7 @@ from moe_runtime.kernels.expert_ranks_triton import (
     rank_key,
     sigmoid_topk_reference,
 )
-from moe_runtime.kernels.replicas import Replicas
+from moe_runtime.kernels.replicas import Replicas, active_copy_choice
 from moe_runtime.kernels.replicas_triton import physical_experts
 from moe_runtime.kernels.triton_launch import launch_options, tensors_cost, wait_for_previous
 
@@ -182,6 +182,7 @@ def topk(
         SCALE=scores.scale,
         RECORD=routing is not None,
         COPIES=0 if replicas is None else replicas.table.shape[1],
+        CHOICE=int(active_copy_choice()),
         ROWS=schedule.row_tile,
         PDL=pdl,
         **launch_options(num_warps=schedule.num_warps, num_stages=1, pdl=pdl),
@@ -292,7 +293,8 @@ def _topk(  # type: ignore[no-untyped-def]
     logits, num_tokens, ids, weights, slot_table, bias, routing, copies, num_copies, layer_idx, num_rows, capacity,
     E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, TABLE: tl.constexpr,
     NORM: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
-    SCALE: tl.constexpr, RECORD: tl.constexpr, COPIES: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+    SCALE: tl.constexpr, RECORD: tl.constexpr, COPIES: tl.constexpr, CHOICE: tl.constexpr, ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows a program; grid over max(M, capacity) rows."""
     wait_for_previous(PDL)
@@ -343,7 +345,11 @@ def _topk(  # type: ignore[no-untyped-def]
     if RECORD:
         tl.store(routing + r[:, None] * K + k[None, :], chosen.to(tl.int16), mask=kept)
     if COPIES > 0:
-        chosen = physical_experts(r[:, None], chosen, copies, num_copies, layer_idx, COPIES)
+        bits = chosen
+        if COPIES > 1:
+            at = logits + r[:, None] * E + tl.maximum(chosen, 0)
+            bits = tl.load(at, mask=kept, other=0.0).to(tl.int32, bitcast=True)
+        chosen = physical_experts(r[:, None], chosen, bits, copies, num_copies, layer_idx, COPIES, CHOICE)
     tl.store(ids + r[:, None] * K + k[None, :], chosen, mask=kept)
     p = p / total[:, None]
     if SCALE != 1.0:

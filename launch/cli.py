@@ -12,7 +12,13 @@ from typing import NoReturn, TypeVar
 
 import tyro
 
-from moe_runtime.config import AuditConfig, GenerateConfig, ServeConfig
+from moe_runtime.config import (
+    AuditConfig,
+    GenerateConfig,
+    PlanPlacementConfig,
+    RecordRoutingConfig,
+    ServeConfig,
+)
 from moe_runtime.env import from_environment, variables_of
 from moe_runtime.exit_codes import EXIT_USAGE
 from moe_runtime.launch.environment import likely_rank
@@ -118,5 +124,5 @@ def _without_box(text: str) -> str:
 
 def _known_variables() -> list[str]:
     """Variables of all commands: one environment may serve several of them."""
-    kinds = (ServeConfig, GenerateConfig, CheckConfig, AuditConfig)
+    kinds = (ServeConfig, GenerateConfig, RecordRoutingConfig, PlanPlacementConfig, CheckConfig, AuditConfig)
     return [name for kind in kinds for name in variables_of(kind)]

@@ -16,6 +16,8 @@ __all__ = ["COMMANDS", "main", "module_of"]
 COMMANDS = {
     "serve": "serve a model over HTTP",
     "generate": "generate for a file of prompts",
+    "record-routing": "record which experts the tokens of a file of prompts go to",
+    "plan-placement": "plan where experts go from their load",
     "check": "prove that results depend on nothing but the request",
     "audit": "find which schedules give the same bits on this device",
     "demo-model": "make a small chat model to try",
@@ -31,7 +33,7 @@ def main(args: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help"):
         print("usage: moe-runtime COMMAND [flags]\n")
         for name, what in COMMANDS.items():
-            print(f"  {name:12} {what}")
+            print(f"  {name:14} {what}")
         return 0
     if words[0] not in COMMANDS:
         print(f"error: {words[0]} is no command; known are {', '.join(COMMANDS)}", file=sys.stderr)

@@ -10,10 +10,10 @@ import contextlib
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, Literal, cast
 
 import msgspec
 import torch
@@ -31,7 +31,7 @@ from moe_runtime.launch.leave import leave_at_once
 from moe_runtime.launch.logs import setup_logging
 from moe_runtime.launch.progress import progress_bar
 
-__all__ = ["main", "parse_line", "result_line"]
+__all__ = ["main", "open_output", "parse_line", "prompt_of", "read_lines", "result_line", "run_offline"]
 
 _PARAMS = {f.name for f in fields(SamplingParams)}
 
@@ -39,18 +39,36 @@ _PARAMS = {f.name for f in fields(SamplingParams)}
 def main(args: Sequence[str] | None = None) -> int:
     """Generate for every line of the input. Returns the exit code."""
     config = parse_config(GenerateConfig, args, prog="moe_runtime.generate")
-    try:
-        _check_distinct(config.input, config.output)
-        group = init_ranks(config.engine.device)
-        setup_logging(group.rank)
-        lines = _read_lines(config.input)
+
+    def run(group: RankGroup) -> None:
+        lines = read_lines(config.input)
         parsed = [parse_line(line, number) for number, line in enumerate(lines, 1) if line.strip()]
         with contextlib.ExitStack() as stack:
-            output = stack.enter_context(_open_output(config.output)) if group.rank == 0 else None
+            output = stack.enter_context(open_output(config.output)) if group.rank == 0 else None
             results = _generate(config, parsed, group)
             if output is not None:
                 output.write(b"".join(result_line(result) + b"\n" for result in results))
                 output.flush()
+
+    return run_offline(config.engine.device, config.input, config.output, run)
+
+
+def run_offline(
+    device: Literal["auto", "cpu", "cuda"], source: Path, target: Path, run: Callable[[RankGroup], None]
+) -> int:
+    """Run a program that reads a file and writes another, on all ranks. Returns the exit code.
+
+    Args:
+        device: ``EngineConfig.device``.
+        source: What it reads.
+        target: What it writes; another file.
+        run: The program; told this rank's group.
+    """
+    try:
+        _check_distinct(source, target)
+        group = init_ranks(device)
+        setup_logging(group.rank)
+        run(group)
     except PeerError as error:
         leave_at_once(str(error))
     except InvarianceError as error:
@@ -129,7 +147,7 @@ def _generate(
     num_mine = len(range(0, len(parsed), llm.num_engines))  # rank 0's, which alone are shown
     with progress_bar("generating", shown=group.rank == 0) as on_progress:
         results = llm.generate(
-            [_prompt(llm, prompt) for prompt, _ in parsed],
+            [prompt_of(llm, prompt) for prompt, _ in parsed],
             [replace(defaults, **given) for _, given in parsed],
             on_finished=lambda done: on_progress(done * llm.num_engines, num_mine * llm.num_engines),
         )
@@ -149,7 +167,7 @@ def _check_distinct(source: Path, target: Path) -> None:
 
 
 @contextlib.contextmanager
-def _open_output(path: Path) -> Iterator[BinaryIO]:
+def open_output(path: Path) -> Iterator[BinaryIO]:
     """A file that takes the place of ``path`` at the end, and is gone after an error.
 
     Standard output, and what exists but is no regular file (a pipe, /dev/null), is written to directly.
@@ -178,12 +196,14 @@ def _open_output(path: Path) -> Iterator[BinaryIO]:
             partial.unlink(missing_ok=True)
 
 
-def _read_lines(path: Path) -> list[str]:
+def read_lines(path: Path) -> list[str]:
+    """Lines of a text file; of standard input where it is ``-``."""
     text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
     return text.splitlines()
 
 
-def _prompt(llm: LLM, prompt: str | list[int] | list[dict[str, str]]) -> str | list[int]:
+def prompt_of(llm: LLM, prompt: str | list[int] | list[dict[str, str]]) -> str | list[int]:
+    """Text or token ids of a prompt of ``parse_line``; conversations are rendered."""
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
         return llm.chat_prompt(prompt)
     return cast(str | list[int], prompt)

@@ -340,6 +340,7 @@ def _server_config(
         tp=config.engine.tp,
         zmq_host=group.address,
         expert_placement=placement_to_json(plan.placement) if plan.config.moe_layer_ids else None,
+        load_window_steps=config.engine.load_window_steps,
         experts_fixed_reason=plan.fixed_reason,
         api_key=config.http.api_key,
         seed=config.engine.seed,

@@ -14,7 +14,15 @@ import tyro
 
 from moe_runtime.engine.config import EngineConfig
 
-__all__ = ["AuditConfig", "GenerateConfig", "HTTPConfig", "ServeConfig", "StepConfig"]
+__all__ = [
+    "AuditConfig",
+    "GenerateConfig",
+    "HTTPConfig",
+    "PlanPlacementConfig",
+    "RecordRoutingConfig",
+    "ServeConfig",
+    "StepConfig",
+]
 
 MIN_HEARTBEAT_TIMEOUT_S = 2.0
 
@@ -131,6 +139,62 @@ class GenerateConfig:
     input: Path
     output: Path = Path("-")
     engine: EngineConfig = field(default_factory=EngineConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordRoutingConfig:
+    """Generate for a file of prompts and record which experts each token went to.
+
+    Attributes:
+        input: JSON lines as ``generate`` takes them, or with ``input-format text`` one prompt a line. ``-`` is standard
+            input.
+        input_format: ``jsonl`` or ``text``.
+        output: The log (docs/eplb.md); another file than the input, and complete or not there.
+        max_tokens: Output tokens of lines that do not set it.
+        batch_size: Prompts whose results are held in memory together.
+    """
+
+    input: Path
+    output: Path
+    input_format: Literal["jsonl", "text"] = "jsonl"
+    max_tokens: int = 16
+    batch_size: int = 256
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 0:
+            raise ValueError(f"max_tokens ({self.max_tokens}) must not be negative")
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size ({self.batch_size}) must be at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanPlacementConfig:
+    """Plan where experts go, from what they had to do, for ``--initial-placement`` or ``POST /expert_placement``.
+
+    Attributes:
+        load: A window of load (``GET /expert_load?format=npz``) or a routing log (``record-routing``).
+        output: The placement file. ``-`` is standard output.
+        ep_size: Ranks that experts are on.
+        num_redundant_experts: Physical experts of every layer beyond one per logical expert.
+        num_nodes: Nodes of consecutive ranks; above 1 all copies of an expert stay on one node.
+        objective: ``total`` evens out the whole load, ``steps`` the sum of what the window's parts wait for.
+    """
+
+    load: Path
+    output: Path = Path("-")
+    ep_size: int
+    num_redundant_experts: int = 0
+    num_nodes: int = 1
+    objective: Literal["total", "steps"] = "total"
+
+    def __post_init__(self) -> None:
+        for name, least in (("ep_size", 1), ("num_nodes", 1), ("num_redundant_experts", 0)):
+            value = getattr(self, name)
+            if isinstance(value, int) and value < least:  # a flag not given yet is none
+                raise ValueError(f"{name} ({value}) must be at least {least}")
+        if isinstance(self.ep_size, int) and self.num_nodes > self.ep_size:
+            raise ValueError(f"num_nodes ({self.num_nodes}) must be at most ep_size ({self.ep_size})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

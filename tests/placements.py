@@ -12,10 +12,26 @@ import numpy as np
 import pytest
 
 from moe_runtime.engine import model_loader
-from moe_runtime.eplb.placement import ModelPlacement, even_slots
+from moe_runtime.eplb.placement import ExpertPlacement, ModelPlacement, even_slots
 from moe_runtime.models.model_config import ModelConfig
 
-__all__ = ["any_placement", "in_order", "ordered_placement", "placed"]
+__all__ = ["any_placement", "contiguous_placement", "in_order", "ordered_placement", "placed"]
+
+
+def contiguous_placement(
+    num_logical_experts: int, ep_size: int, order: Sequence[int] | None = None
+) -> ExpertPlacement:
+    """One layer, one copy of each expert, consecutive ids (or those of ``order``) on each rank.
+
+    The first ``num_logical_experts mod ep_size`` ranks hold one expert more than the others: 5 experts on 3 ranks are
+    (0, 1), (2, 3), (4).
+    """
+    ids = np.arange(num_logical_experts) if order is None else np.asarray(order)
+    return ExpertPlacement(
+        physical_to_logical_map=ids.astype(np.int64),
+        first_expert=(0, *itertools.accumulate(even_slots(num_logical_experts, ep_size))),
+        num_logical_experts=num_logical_experts,
+    )
 
 
 def ordered_placement(

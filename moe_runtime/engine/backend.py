@@ -140,7 +140,7 @@ def _runner(
             reason=f"memory ran out for {num_blocks} KV blocks: lower kv_cache_blocks",
             failures=(RuntimeError, MemoryError),
         )
-        return CpuRunner(decoder, cache)
+        return CpuRunner(decoder, cache, config.load_window_steps)
     from moe_runtime.engine.cuda_runner import CudaRunner  # needs Triton, which CPU machines may lack
 
     def make() -> CudaRunner:
@@ -152,6 +152,7 @@ def _runner(
             use_graphs=not config.enforce_eager and decoder.experts.capturable,
             check_peers=None if group.links is None else group.links.check_peers,
             timeout_s=EXCHANGE_TIMEOUT_S if group.size > 1 else None,
+            load_window_steps=config.load_window_steps,
         )
         if on_capture is not None and plan.device.type == "cuda":
             runner.capture_graphs(on_capture)

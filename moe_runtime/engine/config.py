@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moe_runtime.engine.request import SEED_MAX, SEED_MIN
+from moe_runtime.eplb.load_window import NUM_BUCKETS
 
 __all__ = ["EngineConfig"]
 
@@ -44,6 +45,8 @@ class EngineConfig:
             consecutive ids.
         rearrange_interval: Steps between moves of experts that even out the load while serving; 0 for none but those
             asked for. Moving changes no bit. Level ``batch`` then adds at the home rank.
+        load_window_steps: Steps whose expert load moves are planned by and ``/expert_load`` shows; up to 16, or a
+            multiple of 16.
         rearrange_target: Balancedness (mean over peak load of the ranks) that a move reaches in each layer where it
             can, in (0, 1]; layers that have it stay.
         seed: Seeds dummy weights, and the seeds given to requests that bring none; by default those are random.
@@ -67,6 +70,7 @@ class EngineConfig:
     num_redundant_experts: int = 0
     initial_placement: str | None = None
     rearrange_interval: int = 0
+    load_window_steps: int = 1024
     rearrange_target: float = 0.95
     seed: int | None = None
 
@@ -78,6 +82,7 @@ class EngineConfig:
             "kv_cache_blocks",
             "loopback_ranks",
             "tp",
+            "load_window_steps",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -85,6 +90,10 @@ class EngineConfig:
         for name in ("num_redundant_experts", "rearrange_interval"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} ({getattr(self, name)}) must be at least 0")
+        if self.load_window_steps > NUM_BUCKETS and self.load_window_steps % NUM_BUCKETS:
+            raise ValueError(
+                f"load_window_steps ({self.load_window_steps}) must be at most {NUM_BUCKETS} or a multiple of it"
+            )
         if not 0.001 <= self.rearrange_target <= 1:
             raise ValueError(f"rearrange_target ({self.rearrange_target}) must be in [0.001, 1]")
         if not 0 < self.gpu_memory_utilization <= 1:

@@ -7,7 +7,7 @@ from collections.abc import Sequence as SequenceOf
 import torch
 
 from moe_runtime.engine.batch import forward_input, make_batch, routed_token_idx
-from moe_runtime.engine.expert_load import HostExpertLoad
+from moe_runtime.engine.expert_load import DEFAULT_WINDOW_STEPS, HostExpertLoad
 from moe_runtime.engine.kv_cache import KVCache
 from moe_runtime.engine.routed_experts import RoutedExperts
 from moe_runtime.engine.routing_rows import compact_routing, gather_routing
@@ -26,15 +26,18 @@ class CpuRunner(Runner):
     Args:
         decoder: The loaded model.
         kv_cache: This rank's blocks.
+        load_window_steps: Steps of the window of expert load.
     """
 
     expert_load: HostExpertLoad
 
-    def __init__(self, decoder: Decoder, kv_cache: KVCache) -> None:
+    def __init__(
+        self, decoder: Decoder, kv_cache: KVCache, load_window_steps: int = DEFAULT_WINDOW_STEPS
+    ) -> None:
         self.decoder = decoder
         self.kv_cache = kv_cache
         config = decoder.config
-        self.expert_load = HostExpertLoad(len(config.moe_layer_ids), config.num_experts)
+        self.expert_load = HostExpertLoad(len(config.moe_layer_ids), config.num_experts, load_window_steps)
 
     @torch.inference_mode()
     def launch(

@@ -17,7 +17,7 @@ import torch
 from moe_runtime.comm.gpu_exchange import StepShape
 from moe_runtime.engine.batch import LogitsRow, plan_step, routed_token_idx, wanted_rows
 from moe_runtime.engine.device_copies import DeviceEvent, InputRing, to_host
-from moe_runtime.engine.expert_load import DeviceExpertLoad
+from moe_runtime.engine.expert_load import DEFAULT_WINDOW_STEPS, DeviceExpertLoad
 from moe_runtime.engine.graphs import DECODE_BUCKETS, DecodeGraphs, decode_bucket
 from moe_runtime.engine.messages import TokenLogprobs
 from moe_runtime.engine.routed_experts import RoutedExperts
@@ -58,6 +58,7 @@ class CudaRunner(Runner):
         use_graphs: Capture decode steps; else launch them kernel by kernel.
         check_peers: Raises ``PeerError`` where another rank has gone or stalled: the device would wait for it for good.
         timeout_s: Of a wait for a step, after which ``PeerError`` is raised; none where no step waits for another rank.
+        load_window_steps: Steps of the window of expert load.
     """
 
     expert_load: DeviceExpertLoad
@@ -71,6 +72,7 @@ class CudaRunner(Runner):
         use_graphs: bool,
         check_peers: Callable[[], None] | None = None,
         timeout_s: float | None = None,
+        load_window_steps: int = DEFAULT_WINDOW_STEPS,
     ) -> None:
         config = decoder.local
         self.decoder = decoder
@@ -99,7 +101,7 @@ class CudaRunner(Runner):
         self._token_ids = torch.zeros(MAX_DECODE_ROWS, dtype=torch.int32, device=self.device)
         self.logits = torch.zeros(LOGITS_ROWS, config.vocab_size, dtype=torch.float32, device=self.device)
         self.chosen = torch.zeros(LOGITS_ROWS, dtype=torch.int32, device=self.device)
-        self.expert_load = DeviceExpertLoad(decoder.expert_counts)
+        self.expert_load = DeviceExpertLoad(decoder.expert_counts, load_window_steps)
         self.graphs = DecodeGraphs(self._launch_decode) if use_graphs and self.device.type == "cuda" else None
 
     def capture_graphs(self, on_progress: Callable[[int, int], None] | None = None) -> None:
@@ -195,7 +197,6 @@ class CudaRunner(Runner):
 
         A collective of the group where the plan wants routing. Comes before what records the step's event.
         """
-        self.expert_load.step_launched()
         if not plan.wants_routing:
             return None
         tp, num_tokens = self.decoder.tensor_parallel, len(plan.token_ids)

@@ -21,7 +21,7 @@ from moe_runtime.comm.tensor_parallel import TensorParallel
 from moe_runtime.engine.batch import plan_step, wanted_rows
 from moe_runtime.engine.block_manager import BlockManager
 from moe_runtime.engine.expert_mover import ExpertMover
-from moe_runtime.engine.messages import RankStats, SequenceOutput
+from moe_runtime.engine.messages import ExpertLoadReport, RankStats, SequenceOutput
 from moe_runtime.engine.request import Request
 from moe_runtime.engine.runner import LaunchedStep, Runner
 from moe_runtime.engine.sampler import ScoredRow
@@ -112,6 +112,7 @@ class Engine:
         )
         self.last_vector = vector
         view = exchange_step(vector, self.group, self.tensor_parallel.size)
+        self.runner.expert_load.before_step(view)
         if self.mover is not None:
             self.mover.boundary(view)
         if view.is_empty:
@@ -146,7 +147,7 @@ class Engine:
             last_step_ms=self.last_step_ms,
         )
 
-    def take_expert_load(self) -> bytes | None:
+    def take_expert_load(self) -> tuple[ExpertLoadReport, ...]:
         """See ``RankReport.expert_load``."""
         return self.runner.expert_load.take()
 

@@ -1,62 +1,134 @@
-"""Expert load: how many (token, slot) pairs each logical expert has been given since start, of tokens at home here.
+"""Expert load: how many (token, slot) pairs each logical expert has been given, of tokens at home here.
 
 Counts are exact integers, of real tokens only: inert and padding rows hold -1. They are added up where the routing
-buffer is; integers may be added in any order. Now and then the host takes what there is, without waiting for a device.
-eplb/load.py says what the counts mean for ranks.
+buffer is, since start; integers may be added in any order. Copies of them are made between steps, at steps that all
+ranks agree on because all see the same step vectors: after every bucket of the window, and where no rank has work. So
+the copies of all ranks are of the same steps and can be added up. On a device a copy is one more thing in its queue,
+and nobody waits for it.
+
+What the copies differ by goes into a window of steps (eplb/load_window.py), which the moves of experts plan by.
 """
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
+from collections import deque
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-__all__ = ["TAKE_INTERVAL_S", "DeviceExpertLoad", "ExpertLoad", "HostExpertLoad"]
+from moe_runtime.engine.messages import ExpertLoadReport
+from moe_runtime.engine.step import StepView
+from moe_runtime.eplb.load_window import LoadWindow
 
-TAKE_INTERVAL_S = 1.0
-"""Between two copies of the counts."""
+__all__ = ["DEFAULT_WINDOW_STEPS", "DeviceExpertLoad", "ExpertLoad", "HostExpertLoad", "LoadMark"]
+
+DEFAULT_WINDOW_STEPS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """Counts after ``num_steps`` steps; ``event`` is reached once they are there."""
+
+    num_steps: int
+    counts: torch.Tensor
+    event: torch.cuda.Event | None
+
+    @property
+    def is_there(self) -> bool:
+        return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadMark:
+    """The window as it is at a step; for another thread than that of the steps."""
+
+    _known: LoadWindow
+    _before: tuple[int, npt.NDArray[np.int64]]
+    _copies: tuple[_Copy, ...]
+
+    def window(self) -> LoadWindow:
+        """The window; waits for the copies that were under way."""
+        before = self._before
+        for copy in self._copies:
+            if copy.event is not None:
+                copy.event.synchronize()
+            before = _add(self._known, before, copy)
+        return self._known
 
 
 class ExpertLoad(ABC):
-    """Counts ``[num_moe_layers, num_experts]`` int64 of one rank."""
+    """Counts ``[num_moe_layers, num_experts]`` int64 of one rank, and their window. Belongs to the thread of the steps.
 
-    def __init__(self) -> None:
-        self._has_news = False
-        self._last_take_s = -TAKE_INTERVAL_S
+    Args:
+        num_moe_layers, num_experts: Of the model.
+        window_steps: Steps of the window.
+    """
+
+    def __init__(self, num_moe_layers: int, num_experts: int, window_steps: int) -> None:
+        self._has_experts = num_moe_layers * num_experts > 0
+        self._window = LoadWindow.of_steps(max(1, num_moe_layers), max(1, num_experts), window_steps)
+        self._before: tuple[int, npt.NDArray[np.int64]] = (
+            0,
+            np.zeros((num_moe_layers, num_experts), dtype=np.int64),
+        )
+        self._num_begun = 0  # steps of all ranks, the one that before_step was told of last included
+        self._num_launched = 0
+        self._num_copied = 0
+        self._under_way: deque[_Copy] = deque()
+        self._untold: list[ExpertLoadReport] = []
 
     @abstractmethod
-    def tensor(self) -> torch.Tensor:
-        """``[num_moe_layers, num_experts]`` int64, where it is added to while steps run."""
+    def _copy(self) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        """Counts that no later step changes, on the host, and when they are there."""
 
-    @abstractmethod
-    def take(self) -> bytes | None:
-        """The counts, little-endian, if a step has run since those given last and these are ``TAKE_INTERVAL_S`` old.
+    def before_step(self, view: StepView) -> None:
+        """Count the step of ``view``, which has not run; every rank calls it with every view."""
+        self._num_launched = self._num_begun
+        if view.is_empty or self._num_launched % self._window.steps_per_bucket == 0:
+            self._make_copy()
+        if not view.is_empty:
+            self._num_begun += 1
 
-        Never waits for a device: it may give the counts that an earlier call has asked for.
+    def mark(self) -> LoadMark:
+        """The window of all steps but the one that ``before_step`` was told of last, which has not run.
+
+        Called on every rank before the same step, so that the marks of all are of the same steps.
         """
+        self._make_copy()
+        self._take_in()
+        return LoadMark(self._window.copy(), self._before, tuple(self._under_way))
 
-    def _is_due(self) -> bool:
-        """Whether counts are to be copied now."""
-        now_s = time.monotonic()
-        if not self._has_news or now_s - self._last_take_s < TAKE_INTERVAL_S:
-            return False
-        self._has_news, self._last_take_s = False, now_s
-        return True
+    def take(self) -> tuple[ExpertLoadReport, ...]:
+        """Copies made since the last call, in order; without waiting, so that some may come with a later call."""
+        self._take_in()
+        told, self._untold = tuple(self._untold), []
+        return told
+
+    def _make_copy(self) -> None:
+        """Of all steps that have been launched, if there are new ones."""
+        if self._has_experts and self._num_launched > self._num_copied:
+            self._num_copied = self._num_launched
+            self._under_way.append(_Copy(self._num_launched, *self._copy()))
+
+    def _take_in(self) -> None:
+        while self._under_way and self._under_way[0].is_there:
+            copy = self._under_way.popleft()
+            self._before = _add(self._window, self._before, copy)
+            self._untold.append(ExpertLoadReport(copy.num_steps, self._before[1].astype("<i8").tobytes()))
 
 
 class HostExpertLoad(ExpertLoad):
     """Counts on the CPU."""
 
-    def __init__(self, num_moe_layers: int, num_experts: int) -> None:
-        super().__init__()
+    def __init__(
+        self, num_moe_layers: int, num_experts: int, window_steps: int = DEFAULT_WINDOW_STEPS
+    ) -> None:
+        super().__init__(num_moe_layers, num_experts, window_steps)
         self.counts = np.zeros(num_moe_layers * num_experts, dtype=np.int64)
         self._first = (np.arange(num_moe_layers) * num_experts)[:, None]
-
-    def tensor(self) -> torch.Tensor:
-        """See ``ExpertLoad.tensor``."""
-        return torch.from_numpy(self.counts).view(self._first.shape[0], -1)
 
     def add(self, routing: torch.Tensor) -> None:
         """Count ``[num_moe_layers, T, K]`` int16, every row a real token's."""
@@ -65,11 +137,9 @@ class HostExpertLoad(ExpertLoad):
             return
         bins = routing.numpy().reshape(num_layers, num_tokens * num_topk) + self._first
         self.counts += np.bincount(bins.reshape(-1), minlength=self.counts.shape[0])
-        self._has_news = True
 
-    def take(self) -> bytes | None:
-        """See ``ExpertLoad.take``."""
-        return self.counts.astype("<i8").tobytes() if self._is_due() else None
+    def _copy(self) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        return torch.from_numpy(self.counts.reshape(self._first.shape[0], -1).copy()), None
 
 
 class DeviceExpertLoad(ExpertLoad):
@@ -77,32 +147,30 @@ class DeviceExpertLoad(ExpertLoad):
 
     Args:
         counts: ``[num_moe_layers, num_experts]`` int64 on the device.
+        window_steps: See ``ExpertLoad``.
     """
 
-    def __init__(self, counts: torch.Tensor) -> None:
-        super().__init__()
+    def __init__(self, counts: torch.Tensor, window_steps: int = DEFAULT_WINDOW_STEPS) -> None:
+        num_moe_layers, num_experts = counts.shape
+        super().__init__(num_moe_layers, num_experts, window_steps)
         self.counts = counts
-        self._host = torch.zeros(counts.shape, dtype=counts.dtype, pin_memory=counts.device.type == "cuda")
-        self._copied: torch.cuda.Event | None = None
-        self._is_copying = False
+        self._before = (0, counts.cpu().numpy().copy())  # of an engine before this one on the same weights
 
-    def tensor(self) -> torch.Tensor:
-        """See ``ExpertLoad.tensor``."""
-        return self.counts
+    def _copy(self) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        if self.counts.device.type != "cuda":
+            return self.counts.clone(), None
+        host = torch.empty(self.counts.shape, dtype=self.counts.dtype, pin_memory=True)
+        host.copy_(self.counts, non_blocking=True)
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return host, event
 
-    def step_launched(self) -> None:
-        """A step that counts has been launched."""
-        self._has_news = True
 
-    def take(self) -> bytes | None:
-        """See ``ExpertLoad.take``."""
-        if self._is_copying and (self._copied is None or self._copied.query()):  # type: ignore[no-untyped-call]
-            self._is_copying = False
-            return self._host.numpy().astype("<i8").tobytes()
-        if not self._is_copying and self._is_due():
-            self._host.copy_(self.counts, non_blocking=True)
-            self._is_copying = True
-            if self.counts.device.type == "cuda":
-                self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                self._copied.record()
-        return None
+def _add(
+    window: LoadWindow, before: tuple[int, npt.NDArray[np.int64]], copy: _Copy
+) -> tuple[int, npt.NDArray[np.int64]]:
+    """Add what has come since; returns what ``before`` is for the next one."""
+    num_steps, counts = before
+    now = copy.counts.numpy()
+    window.add(now - counts, copy.num_steps - num_steps)
+    return copy.num_steps, now

@@ -5,9 +5,10 @@ take it at the same step boundary:
 
     request or interval -> plan -> stage layer -> swap -> stage the next layer -> swap -> ... -> done
 
-In ``plan`` the ranks add up their loads and rank 0 says where to. In ``stage`` a layer's new weights travel into spare
-room (expert_transfer.py). Once every rank's vector says that the layer is there, all swap it before the same step:
-weights from spare to live, and both maps. So every step sees each layer either before or after, the same on all ranks.
+In ``plan`` the ranks add up their loads of one window of steps and rank 0 says where to. In ``stage`` a layer's new
+weights travel into spare room (expert_transfer.py). Once every rank's vector says that the layer is there, all swap it
+before the same step: weights from spare to live, and both maps. So every step sees each layer either before or after,
+the same on all ranks.
 
 A move ends between layers: when a rank's memory or a checksum fails it (on all ranks alike), or when the ranks are told
 to leave. What has been swapped stays; the next move starts from there. Where ranks can no longer reach each other, or
@@ -25,7 +26,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moe_runtime.engine.expert_load import ExpertLoad
+from moe_runtime.engine.expert_load import ExpertLoad, LoadMark
 from moe_runtime.engine.expert_transfer import ExpertTransfer, MoveError
 from moe_runtime.engine.expert_weights import layer_replicas
 from moe_runtime.engine.messages import MoveResult, RearrangementStats
@@ -85,6 +86,7 @@ class ExpertMover:
         self._interval = interval
         self._target_permille = target_permille
         self._load: ExpertLoad | None = None
+        self._mark: LoadMark | None = None
         self._num_steps = 0
         self._is_due = False
         # The move under way, as all ranks have agreed.
@@ -108,7 +110,6 @@ class ExpertMover:
         self._num_layers = 0
         self._swap_s = 0.0
         self._balance = (1.0, 1.0)
-        self._base = np.zeros((placement.num_layers, placement.num_logical_experts), dtype=np.int64)
         self._work: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="expert-mover", daemon=True)
         self._thread.start()
@@ -144,7 +145,6 @@ class ExpertMover:
     def attach(self, load: ExpertLoad) -> None:
         """Plan by these counts from now on."""
         self._load = load
-        self._base = load.tensor().cpu().numpy().copy()
 
     def request(self, target: ModelPlacement | None) -> int:
         """Ask for a move, on rank 0; ``results`` has its outcome.
@@ -245,6 +245,8 @@ class ExpertMover:
             if self._request is not None:
                 self._end("failed", self._broken)
             return
+        assert self._load is not None, "the mover of a running engine has its counts"
+        self._mark = self._load.mark()
         self._is_due = False
         self._is_active = True
         self._plan = None
@@ -321,7 +323,7 @@ class ExpertMover:
         while (number := self._work.get()) is not None:
             try:
                 if number == 0:
-                    self._transfer.store.begin()
+                    self._transfer.begin(self.placement)
                     self._make_plan()
                 else:
                     self._stage_layer(number - 1)
@@ -338,17 +340,15 @@ class ExpertMover:
                 self._took_turn.set()
 
     def _make_plan(self) -> None:
-        assert self._load is not None, "the mover of a running engine has its counts"
-        counts = self._transfer.store.to_host(self._load.tensor()).numpy()
+        assert self._mark is not None, "a move starts with a mark"
         request = self._request
         self._plan = agree_on_plan(
             self._transfer.group,
             self.placement,
-            counts - self._base,
+            self._mark.window().totals(),
             None if request is None else request.target,
             self._target_permille,
         )
-        self._base = counts.copy()
 
     def _stage_layer(self, index: int) -> None:
         plan = self._plan

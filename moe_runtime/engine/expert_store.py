@@ -54,7 +54,19 @@ class ExpertStore(ABC):
 
     @abstractmethod
     def live_checksum(self, layer: int, slot: int) -> int:
-        """Checksum of a live expert, wherever it is cheapest; not beside a step."""
+        """Checksum of a live expert, wherever it is cheapest; on a device not beside a step."""
+
+    @property
+    def pushes(self) -> bool:
+        """Whether ``push`` reaches every rank's spare room."""
+        return False
+
+    def push(self, layer: int, slot: int, rank: int, place: int) -> None:
+        """Copy a live expert into a place of a rank's spare room, which that rank has let go; done on return."""
+        raise NotImplementedError(f"{type(self).__name__} reaches no other rank's memory")
+
+    def settle(self) -> None:  # noqa: B027  # the CPU's swap is over when it returns
+        """Wait until the latest swap has read the spare room."""
 
     @abstractmethod
     def prepare(self, layer: int, slots: Sequence[int], replicas: Replicas) -> None:
@@ -73,10 +85,6 @@ class ExpertStore(ABC):
     def stall_s(self) -> float:
         """Time that swaps have taken from a device's steps; the host's is the caller's to take."""
         return 0.0
-
-    @abstractmethod
-    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy that no later step changes, made beside the steps."""
 
 
 class CpuExpertStore(ExpertStore):
@@ -133,10 +141,6 @@ class CpuExpertStore(ExpertStore):
             self._spare[spare], moe.experts[slot] = moe.experts[slot], self._spare[spare]
         moe.replicas.table.copy_(replicas.table)
         moe.replicas.count.copy_(replicas.count)
-
-    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See ``ExpertStore.to_host``."""
-        return tensor.clone()
 
 
 def _tensors(expert: PackedExpert) -> tuple[torch.Tensor, torch.Tensor]:

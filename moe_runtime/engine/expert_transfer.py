@@ -1,8 +1,10 @@
 """One layer's moves between ranks: live weights of the senders into the spare room of the receivers.
 
-Runs beside the steps, on a process group of its own. What arrives is read back from where it will be swapped from and
-compared with the checksum of the expert as it was loaded: a fault of the sender's memory, of the way and of the
-receiver's memory all show. A rank at fault keeps sending and receiving, so that no other one waits for it in vain.
+Runs beside the steps, on a process group of its own. Where the store pushes, a sender copies into the receiver's memory
+once all ranks have let their spare rooms go, and then says so; else bytes travel through the hosts. What arrives is
+read back from where it will be swapped from and compared with the checksum of the expert as it was loaded: a fault of
+the sender's memory, of the way and of the receiver's memory all show. A rank at fault keeps sending and receiving, so
+that no other one waits for it in vain.
 """
 
 from __future__ import annotations
@@ -35,11 +37,15 @@ class ExpertTransfer:
         store: This rank's experts.
         group: The ranks, through a gloo group that nobody else uses.
         first_expert: Exclusive prefix sums of physical experts per process.
-        checksums: ``[num_layers, num_logical]`` int64, from ``loaded_checksums``.
+        checksums: ``[num_layers, num_logical]`` int64, from ``loaded_checksums``; None takes them in ``begin``.
     """
 
     def __init__(
-        self, store: ExpertStore, group: RankGroup, first_expert: Sequence[int], checksums: torch.Tensor
+        self,
+        store: ExpertStore,
+        group: RankGroup,
+        first_expert: Sequence[int],
+        checksums: torch.Tensor | None,
     ) -> None:
         self.store = store
         self.group = group
@@ -48,6 +54,19 @@ class ExpertTransfer:
         self.verifies = True
         self._buffer = torch.zeros(store.expert_bytes, dtype=torch.uint8)
         self._source_fault = self._fault = ""
+
+    def begin(self, placement: ModelPlacement) -> None:
+        """Called on the thread that moves experts before each move; a collective of all ranks.
+
+        Checksums that were not taken at the start are taken before anything has been swapped: no later swap can leave a
+        slot stale that they do not tell of.
+
+        Args:
+            placement: Where experts are.
+        """
+        self.store.begin()
+        if self.checksums is None:
+            self.checksums = loaded_checksums(self.store, self.group, placement, self.first_expert)
 
     def run(self, layer: int, moves: Sequence[ExpertMove]) -> tuple[list[int], int]:
         """Fill the spare room for a layer; a collective of all ranks.
@@ -59,23 +78,28 @@ class ExpertTransfer:
             MoveError: it failed somewhere; on all ranks alike.
             RuntimeError: another rank could not be reached.
         """
-        first, end = self.first_expert[self.group.rank], self.first_expert[self.group.rank + 1]
+        rank, first = self.group.rank, self.first_expert[self.group.rank]
+        num_received = [0] * self.group.size
         slots: list[int] = []
         num_bytes = 0
         self._source_fault = self._fault = ""
+        if self.store.pushes:
+            self.store.settle()
+            self.group.all_gather_bytes(b"")  # nobody writes to a room that is still being read
         for move in moves:
-            sends, receives = first <= move.source < end, first <= move.destination < end
-            data = self._buffer
-            if sends:
-                data = self._read(layer, move.source - first, move)
-                if not receives:
-                    dist.send(data, group=self._process_group, group_dst=self._owner(move.destination))
-            elif receives:
-                dist.recv(data, group=self._process_group, group_src=self._owner(move.source))
-                num_bytes += self.store.expert_bytes
-            if receives:
-                self._fill(layer, len(slots), data, move)
+            source, destination = self._owner(move.source), self._owner(move.destination)
+            place = num_received[destination]
+            num_received[destination] += 1
+            if rank not in (source, destination):
+                continue
+            if self.store.pushes:
+                self._push(layer, move, source, destination, place)
+            else:
+                self._pass_on(layer, move, source, destination, place)
+            if rank == destination:
+                self._verify(layer, place, move)
                 slots.append(move.destination - first)
+                num_bytes += self.store.expert_bytes if rank != source else 0
         # What a sender could not read is a fault of the receiver's checksum as well: the cause is told.
         fault = first_fault(self.group, self._source_fault) or first_fault(self.group, self._fault)
         if fault:
@@ -94,6 +118,37 @@ class ExpertTransfer:
     def _owner(self, physical: int) -> int:
         return next(r for r in range(self.group.size) if physical < self.first_expert[r + 1])
 
+    def _push(self, layer: int, move: ExpertMove, source: int, destination: int, place: int) -> None:
+        """Copy into the receiver's memory; a message says that it is there."""
+        if self.group.rank == source:
+            try:
+                self.store.push(layer, move.source - self.first_expert[source], destination, place)
+            except Exception as error:
+                self._source_fault = self._source_fault or _told(layer, move, f"cannot be pushed: {error}")
+        if source == destination:
+            return
+        if self.group.rank == source:
+            dist.send(torch.tensor([place]), group=self._process_group, group_dst=destination)
+        else:
+            told = torch.zeros(1, dtype=torch.int64)
+            dist.recv(told, group=self._process_group, group_src=source)
+            assert int(told) == place, f"rank {source} has pushed to place {int(told)}, not {place}"
+
+    def _pass_on(self, layer: int, move: ExpertMove, source: int, destination: int, place: int) -> None:
+        """Read here, send through the hosts, store there."""
+        data = self._buffer
+        if self.group.rank == source:
+            data = self._read(layer, move.source - self.first_expert[source], move)
+            if source != destination:
+                dist.send(data, group=self._process_group, group_dst=destination)
+        else:
+            dist.recv(data, group=self._process_group, group_src=source)
+        if self.group.rank == destination:
+            try:
+                self.store.fill(place, data)
+            except Exception as error:
+                self._fault = self._fault or _told(layer, move, f"cannot be stored: {error}")
+
     def _read(self, layer: int, slot: int, move: ExpertMove) -> torch.Tensor:
         try:
             return self.store.read(layer, slot)
@@ -101,12 +156,13 @@ class ExpertTransfer:
             self._source_fault = self._source_fault or _told(layer, move, f"cannot be read: {error}")
             return self._buffer
 
-    def _fill(self, layer: int, spare: int, data: torch.Tensor, move: ExpertMove) -> None:
+    def _verify(self, layer: int, place: int, move: ExpertMove) -> None:
+        """Compare what the spare room holds with the expert as it was loaded."""
+        assert self.checksums is not None, "a move has begun"
         try:
-            self.store.fill(spare, data)
-            found, loaded = checksum(self.store.filled(spare)), int(self.checksums[layer, move.logical])
+            found, loaded = checksum(self.store.filled(place)), int(self.checksums[layer, move.logical])
         except Exception as error:
-            self._fault = self._fault or _told(layer, move, f"cannot be stored: {error}")
+            self._fault = self._fault or _told(layer, move, f"cannot be read back: {error}")
             return
         if self.verifies and found != loaded:
             what = f"has checksum {_hex(found)}; it was loaded with {_hex(loaded)}"
@@ -116,7 +172,7 @@ class ExpertTransfer:
 def loaded_checksums(
     store: ExpertStore, group: RankGroup, placement: ModelPlacement, first_expert: Sequence[int]
 ) -> torch.Tensor:
-    """``[num_layers, num_logical]`` int64: checksums of all experts; a collective of all ranks, before any step.
+    """``[num_layers, num_logical]`` int64: checksums of all experts; a collective of all ranks, before any swap.
 
     Args:
         store: This rank's experts.

@@ -11,7 +11,7 @@ import time
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.tensor_parallel import TensorParallel
 from moe_runtime.engine.expert_mover import ExpertMover
-from moe_runtime.engine.messages import RankStats, SequenceOutput
+from moe_runtime.engine.messages import ExpertLoadReport, RankStats, SequenceOutput
 from moe_runtime.engine.request import Request
 from moe_runtime.engine.runner import Runner
 from moe_runtime.engine.step import StepVector, StepView, exchange_step
@@ -73,6 +73,7 @@ class Follower:
         size = self.tensor_parallel.size
         moves = {} if self.mover is None else self.mover.vector_fields()
         view = exchange_step(StepVector(epoch=epoch, drain=int(drain), **moves), self.group, size)
+        self.runner.expert_load.before_step(view)
         if self.mover is not None:
             self.mover.boundary(view)
         if view.is_empty:
@@ -96,6 +97,6 @@ class Follower:
             last_step_ms=self.last_step_ms,
         )
 
-    def take_expert_load(self) -> bytes | None:
+    def take_expert_load(self) -> tuple[ExpertLoadReport, ...]:
         """See ``RankReport.expert_load``; this rank's share of the group's tokens is at home here."""
         return self.runner.expert_load.take()

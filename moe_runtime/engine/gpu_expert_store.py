@@ -1,7 +1,8 @@
 """Expert weights on a GPU, reached beside the steps by copy engines alone.
 
-What a thread copies between device and pinned host memory goes through a stream of its own. A swap is copies on the
-stream of the steps, after those launched before and before the next. A later read waits for it on the device.
+What a thread copies between device and pinned host memory, or into another GPU's spare room, goes through a stream of
+its own. The spare room is symmetric memory where the ranks can reach each other's; then senders push. A swap is copies
+on the stream of the steps, after those launched before and before the next. A later read waits for it on the device.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from moe_runtime.engine.expert_store import ExpertStore
+from moe_runtime.engine.spare_rooms import SpareRooms
 from moe_runtime.kernels.checksum import checksum
 from moe_runtime.kernels.replicas import Replicas
 from moe_runtime.layers.cuda_experts import LayerExperts
@@ -26,9 +28,15 @@ class GpuExpertStore(ExpertStore):
     Args:
         layers: By layer, this process's experts.
         replicas: By layer, the maps that kernels read.
+        rooms: Spare rooms that ranks push into; None for one that only this rank reaches.
     """
 
-    def __init__(self, layers: Sequence[LayerExperts], replicas: Sequence[Replicas]) -> None:
+    def __init__(
+        self,
+        layers: Sequence[LayerExperts],
+        replicas: Sequence[Replicas],
+        rooms: SpareRooms | None = None,
+    ) -> None:
         self._layers = layers
         self._replicas = replicas
         first = layers[0]
@@ -37,7 +45,11 @@ class GpuExpertStore(ExpertStore):
         self.num_layers = len(layers)
         self.num_slots = first.w13.shape[0]
         self.expert_bytes = first.w13[0].nbytes + first.w2[0].nbytes if self.num_slots else 0
-        self._spare = LayerExperts(w13=torch.zeros_like(first.w13), w2=torch.zeros_like(first.w2))
+        self._rooms = rooms
+        if rooms is None:
+            self._spare = LayerExperts(w13=torch.zeros_like(first.w13), w2=torch.zeros_like(first.w2))
+        else:
+            self._spare = rooms.own(self.num_slots)
         self._read, self._written, self._read_back = (
             torch.empty(self.expert_bytes, dtype=torch.uint8, pin_memory=self._is_gpu) for _ in range(3)
         )
@@ -57,6 +69,30 @@ class GpuExpertStore(ExpertStore):
         self._is_timing = False
         self._stall_s = 0.0
         self._timing = threading.Lock()
+
+    @property
+    def spare_bytes(self) -> int:
+        """See ``ExpertStore.spare_bytes``."""
+        return self.num_slots * self.expert_bytes if self._rooms is None else self._rooms.num_bytes
+
+    @property
+    def pushes(self) -> bool:
+        """See ``ExpertStore.pushes``."""
+        return self._rooms is not None
+
+    def push(self, layer: int, slot: int, rank: int, place: int) -> None:
+        """See ``ExpertStore.push``: one copy per tensor, of the sender's copy engine."""
+        assert self._rooms is not None, "asked of a store that pushes"
+        live, room = self._layers[layer], self._rooms.rooms[rank]
+        with self._beside_steps():
+            room.w13[place].copy_(live.w13[slot], non_blocking=True)
+            room.w2[place].copy_(live.w2[slot], non_blocking=True)
+        self._wait()
+
+    def settle(self) -> None:
+        """See ``ExpertStore.settle``."""
+        if self._swap_end is not None:
+            self._swap_end.synchronize()
 
     def begin(self) -> None:
         """See ``ExpertStore.begin``: a thread starts on the first device."""
@@ -128,14 +164,6 @@ class GpuExpertStore(ExpertStore):
                 self._is_timing = False
         return self._stall_s
 
-    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See ``ExpertStore.to_host``."""
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._is_gpu)
-        with self._beside_steps():
-            host.copy_(tensor, non_blocking=True)
-        self._wait()
-        return host
-
     def _download(self, experts: LayerExperts, slot: int, host: torch.Tensor) -> torch.Tensor:
         with self._beside_steps():
             start = 0
@@ -152,8 +180,7 @@ class GpuExpertStore(ExpertStore):
         if self._side is None:
             yield
             return
-        if self._swap_end is not None:
-            self._swap_end.synchronize()
+        self.settle()
         with torch.cuda.stream(self._side):
             yield
 

@@ -378,6 +378,7 @@ class LLM:
             while pending and pending[-1][0] <= step:
                 self.engine.add_request(pending.pop()[1])
             view, outputs = self.engine.step(num_pending=len(pending) + moves.num_pending)
+            self.engine.take_expert_load()  # for nobody here
             step += 1
             for output in outputs:
                 collector = collectors[output.request_id]

@@ -18,6 +18,7 @@ __all__ = [
     "AbortRequest",
     "AddRequest",
     "Drain",
+    "ExpertLoadReport",
     "MoveExperts",
     "MoveResult",
     "PlacementReport",
@@ -196,20 +197,29 @@ class RankReady(msgspec.Struct, frozen=True, tag="ready"):
     info: dict[str, str | int | float | bool | None]
 
 
+class ExpertLoadReport(msgspec.Struct, frozen=True):
+    """Pairs counted on a rank in its first ``num_steps`` steps, by layer and logical expert.
+
+    ``counts`` is little-endian int64 ``[num_moe_layers, num_experts]``. All ranks report the same steps
+    (engine/expert_load.py), each when it has the counts.
+    """
+
+    num_steps: int
+    counts: bytes
+
+
 class RankReport(msgspec.Struct, frozen=True, tag="report"):
     """Outputs and state of one rank; also its heartbeat, sent at least once a second while idle.
 
-    ``expert_load`` comes now and then (engine/expert_load.py): pairs counted on this rank since its start, by layer and
-    logical expert, as little-endian int64 ``[num_moe_layers, num_experts]``; None where there is nothing new.
-    ``rearrangement`` is None where no experts can move. ``placement`` comes from rank 0, when it has changed; ``moves``
-    are the requests that ended since the report before.
+    ``expert_load`` and ``moves`` are those since the report before, ``moves`` the requests that ended.
+    ``rearrangement`` is None where no experts can move. ``placement`` comes from rank 0, when it has changed.
     """
 
     rank: int
     epoch: int
     outputs: tuple[SequenceOutput, ...]
     stats: RankStats
-    expert_load: bytes | None = None
+    expert_load: tuple[ExpertLoadReport, ...] = ()
     rearrangement: RearrangementStats | None = None
     placement: PlacementReport | None = None
     moves: tuple[MoveResult, ...] = ()

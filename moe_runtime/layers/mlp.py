@@ -93,8 +93,9 @@ class MoE:
         Returns:
             ``[T, hidden]`` in the model dtype, and the logical experts ``[T, K]`` int64 chosen.
         """
-        topk_idx, topk_weights = route(router_logits(x, self.router), self.num_topk, self.norm_topk_prob)
-        physical_idx = self.replicas.physical(topk_idx)
+        logits = router_logits(x, self.router)
+        topk_idx, topk_weights = route(logits, self.num_topk, self.norm_topk_prob)
+        physical_idx = self.replicas.physical(topk_idx, logits)
         received = self.dispatcher.dispatch(x, physical_idx, topk_weights, tokens_per_rank)
         rows = expert_rows(
             received.x_ep_local,

@@ -104,7 +104,9 @@ class EngineClient:
         self.admission = Admission(config, self.ranks)
         self.load: LoadTally | None = None
         if config.expert_placement is not None:
-            self.load = LoadTally(placement_from_json(config.expert_placement), config.world_size)
+            self.load = LoadTally(
+                placement_from_json(config.expert_placement), config.world_size, config.load_window_steps
+            )
         self.all_gone = asyncio.Event()
         self.idle = asyncio.Event()
         self.idle.set()
@@ -296,7 +298,7 @@ class EngineClient:
             return
         state.last_seen = time.monotonic()
         state.stats = message.stats
-        if message.expert_load is not None and self.load is not None:
+        if self.load is not None:
             self.load.take(message.rank, message.expert_load)
         state.rearrangement = message.rearrangement
         if message.placement is not None:

@@ -28,6 +28,7 @@ class ServerConfig:
         api_key: Bearer key that clients must send; None asks for none.
         info: Shown by ``/server_info``; its ``system_fingerprint`` goes into responses.
         expert_placement: Where experts are at the start, in the form of a placement file; None without experts.
+        load_window_steps: Steps of the window of expert load.
         experts_fixed_reason: Why they stay there; empty where they may be moved.
         zmq_host: Address to bind for the ranks, one that all of them can reach.
         drain_timeout_s: How long running requests may finish after the first SIGTERM.
@@ -56,6 +57,7 @@ class ServerConfig:
     api_key: str | None = field(default=None, repr=False)
     info: dict[str, Any] = field(default_factory=dict)
     expert_placement: dict[str, Any] | None = None
+    load_window_steps: int = 1024
     experts_fixed_reason: str = ""
     zmq_host: str = "127.0.0.1"
     drain_timeout_s: float = 20.0
@@ -102,6 +104,15 @@ class ServerConfig:
                 raise ValueError(f"{name} ({getattr(self, name)}) must not be negative")
         if self.read_timeout_s <= 0:
             raise ValueError(f"read_timeout_s ({self.read_timeout_s}) must be positive")
+
+    @property
+    def moe_layer_ids(self) -> list[int]:
+        """The model's numbers of its layers with experts; counted from 0 where ``info`` does not name them."""
+        known = self.info.get("resolved", {}).get("moe_layer_ids")
+        if known is None:
+            placed = (self.expert_placement or {}).get("physical_to_logical_map", ())
+            return list(range(len(placed)))
+        return [int(layer) for layer in known]
 
     @property
     def system_fingerprint(self) -> str | None:

@@ -23,6 +23,7 @@ from moe_runtime.server.admission import REASONS as REFUSAL_REASONS
 from moe_runtime.server.client import RankState
 from moe_runtime.server.config import ServerConfig
 from moe_runtime.server.expert_load import LoadTally
+from moe_runtime.server.load_metrics import load_families
 from moe_runtime.server.rearrangement_metrics import rearrangement_families
 
 __all__ = ["CONTENT_TYPE", "CUT_REASONS", "FINISH_REASONS", "PREFIX", "Metrics", "SequenceMetrics"]
@@ -241,11 +242,7 @@ class _StateCollector(Collector):
                 "Pairs of a token and a slot given to the experts",
                 dict(enumerate(load.pairs)),
             )
-            yield GaugeMetricFamily(
-                f"{PREFIX}_expert_balancedness",
-                "Mean over the layers of mean / max routed pairs of a rank since start; 1 is even",
-                value=load.balancedness,
-            )
+            yield from load_families(PREFIX, load, self._config.moe_layer_ids)
 
         moving = {rank: self._ranks[rank].rearrangement for rank in sorted(self._ranks)}
         yield from rearrangement_families(

@@ -9,7 +9,7 @@ from typing import Any
 from moe_runtime.server.client import EngineClient, Phase, RankState
 from moe_runtime.server.config import ServerConfig
 
-__all__ = ["rank_phase", "rank_rows"]
+__all__ = ["rank_rows", "serving_phase"]
 
 
 def rank_rows(config: ServerConfig, client: EngineClient) -> list[dict[str, Any]]:
@@ -17,7 +17,7 @@ def rank_rows(config: ServerConfig, client: EngineClient) -> list[dict[str, Any]
     return [_row(config, client, rank) for rank in range(config.world_size)]
 
 
-def rank_phase(config: ServerConfig, client: EngineClient, rank: int) -> str:
+def serving_phase(config: ServerConfig, client: EngineClient, rank: int) -> str:
     """What a rank is doing, as far as is known here.
 
     ``starting``: it has not said that it can serve. ``gone``: its connection has ended. ``silent``: half of
@@ -39,7 +39,7 @@ def rank_phase(config: ServerConfig, client: EngineClient, rank: int) -> str:
 
 def _row(config: ServerConfig, client: EngineClient, rank: int) -> dict[str, Any]:
     state = client.ranks.get(rank)
-    row = {"rank": rank, "phase": rank_phase(config, client, rank), "tp_rank": rank % config.tp}
+    row = {"rank": rank, "phase": serving_phase(config, client, rank), "tp_rank": rank % config.tp}
     return {**row, **_known(state)} if state is not None else {**row, "pid": None}
 
 

@@ -88,6 +88,6 @@ def _status(context: Context) -> dict[str, Any]:
         "num_waiting": sum(row.get("num_waiting", 0) for row in rows),
         "prompt_tokens_total": metrics.num_prompt_tokens,
         "generation_tokens_total": metrics.num_generation_tokens,
-        "expert_balancedness": None if load is None else load.balancedness,
+        "expert_balancedness": None if load is None else load.balance.overall,
         "ranks": rows,
     }

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from moe_runtime.eplb.placement import ModelPlacement
+from moe_runtime.kernels.replicas import CopyChoice
 from moe_runtime.verify.compare import Output
 from moe_runtime.verify.placements import random_placement
 from moe_runtime.verify.prompts import Case, PromptSource
@@ -272,7 +273,7 @@ def _topology(setup: AxisSetup) -> list[Run]:
 
 
 def _placement(setup: AxisSetup) -> list[Run]:
-    """A few cases while experts move to random places, here and where experts have copies."""
+    """A few cases while experts move to random places, here and where experts have copies, chosen in bad ways too."""
     cases = setup.source.shuffle("placement", setup.short(setup.some_cases(NUM_ELSEWHERE)))
     kv_cache_blocks = sum(sorted(map(setup.end_blocks, cases))[-NUM_ELSEWHERE:])
 
@@ -293,6 +294,19 @@ def _placement(setup: AxisSetup) -> list[Run]:
                 moves=moves("copies", placement),
             )
         )
+        for choice in CopyChoice:
+            if choice is not CopyChoice.SPREAD:
+                named = choice.name.lower().replace("_", " ")
+                runs.append(
+                    Run(
+                        name=f"copies by {named}",
+                        cases=cases,
+                        kv_cache_blocks=kv_cache_blocks,
+                        enforce_eager=None if setup.enforce_eager is None else True,
+                        topology=topology,
+                        copies=choice,
+                    )
+                )
     return runs
 
 

@@ -17,6 +17,7 @@ from moe_runtime.engine.messages import TokenLogprobs
 from moe_runtime.engine.model_loader import plan_model
 from moe_runtime.eplb.placement import ModelPlacement
 from moe_runtime.errors import CapacityError
+from moe_runtime.kernels.replicas import CopyChoice, copy_choice
 from moe_runtime.kernels.schedules import Control, control
 from moe_runtime.verify.compare import Output
 from moe_runtime.verify.prompts import Case
@@ -40,6 +41,7 @@ class Run:
         max_num_seqs, max_num_batched_tokens, kv_cache_blocks: Limits; by default those the engine started with.
         enforce_eager: Launch kernels one by one; by default as the engine started.
         moves: Moves of experts by step, as for ``LLM.generate``.
+        copies: Which copy of an expert a row takes. Graphs keep the rule of their capture.
         topology: Deployment to load for it; by default the one that the check started on. Where each rank is alone it
             runs its share of the cases, and ``ranks`` and ``arrival_steps`` are None.
     """
@@ -53,6 +55,7 @@ class Run:
     kv_cache_blocks: int | None = None
     enforce_eager: bool | None = None
     moves: Mapping[int, ModelPlacement | None] = field(default_factory=dict)
+    copies: CopyChoice = CopyChoice.SPREAD
     topology: Topology | None = None
 
     def __post_init__(self) -> None:
@@ -127,6 +130,10 @@ class Runner:
         Raises:
             CapacityError, CheckpointError, InvarianceError, ValueError: As loading another deployment does.
         """
+        with copy_choice(run.copies):
+            return self._run(run, on_finished)
+
+    def _run(self, run: Run, on_finished: Callable[[int], None] | None) -> RunResult:
         start_s = time.perf_counter()
         deployed = self._deploy(run)
         if isinstance(deployed, str):

@@ -10,11 +10,12 @@ import torch
 from moe_runtime.comm.collective import CollectiveDispatcher
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.transports import DispatcherName, open_transport
-from moe_runtime.eplb.placement import ExpertPlacement, contiguous_placement
+from moe_runtime.eplb.placement import ExpertPlacement
 from moe_runtime.kernels.combine import combine_slots_fp32
 from moe_runtime.kernels.gemm import pack_weight
 from moe_runtime.kernels.grouped_gemm import PackedExpert, expert_mlp, expert_rows
 from tests.bits import HOSTILE_KINDS, assert_bits_equal, hostile
+from tests.placements import contiguous_placement
 from tests.ranks import RankContext
 
 HIDDEN, WIDTH = 24, 16

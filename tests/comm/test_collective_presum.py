@@ -11,11 +11,12 @@ import torch
 from moe_runtime.comm.collective import CollectiveDispatcher
 from moe_runtime.comm.loopback import LoopbackDispatcher
 from moe_runtime.comm.transports import DispatcherName, open_transport
-from moe_runtime.eplb.placement import ExpertPlacement, contiguous_placement
+from moe_runtime.eplb.placement import ExpertPlacement
 from moe_runtime.kernels.combine import combine_slots
 from moe_runtime.kernels.grouped_gemm import expert_rows
 from tests.bits import HOSTILE_KINDS, assert_bits_equal
 from tests.comm.test_collective import HIDDEN, Case, oracle_rows, spread
+from tests.placements import contiguous_placement
 from tests.ranks import RankContext
 
 WORLD_SIZES = [1, 2, 3, 4, 8]

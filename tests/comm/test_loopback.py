@@ -11,12 +11,12 @@ from moe_runtime.comm.transports import open_transport
 from moe_runtime.engine.config import EngineConfig
 from moe_runtime.engine.llm import LLM
 from moe_runtime.engine.request import SamplingParams
-from moe_runtime.eplb.placement import contiguous_placement
 from moe_runtime.kernels.combine import combine_slots_fp32
 from moe_runtime.kernels.grouped_gemm import expert_rows
 from tests.bits import HOSTILE_KINDS, assert_bits_equal
 from tests.checkpoints import tiny_config, write_checkpoint
 from tests.comm.test_collective import Case, oracle_rows
+from tests.placements import contiguous_placement
 
 NUM_RANKS = [1, 2, 4, 8, 16]
 CASES = [

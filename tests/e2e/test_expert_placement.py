@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import itertools
 import json
 import random
 import signal
+import statistics
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -85,6 +88,52 @@ def test_answers_cross_moves_unchanged(server: RunningServer) -> None:
     stats = server.info()["rearrangement"]
     assert stats["num_layers"] >= 3 * len(shown(server)["layer_versions"])
     assert (stats["last_fault"], stats["outcomes"].get("failed", 0)) == ("", 0)
+
+
+def test_streams_go_on_beside_moves(
+    server: RunningServer, record_property: Callable[[str, object], None]
+) -> None:
+    """Tokens arrive while each move is under way; no stream breaks or changes. The longest gap is recorded."""
+    expected = server.complete(**BODY)["choices"][0]["text"]
+    ends = threading.Event()
+    arrivals: list[list[float]] = [[] for _ in range(3)]
+
+    def read(times: list[float]) -> set[str]:
+        texts = set()
+        while not ends.is_set():
+            parts = []
+            body = {**BODY, "model": "builtin", "stream": True}
+            with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+                assert response.status_code == 200, response.read()
+                for line in response.iter_lines():
+                    if line.startswith("data: {"):
+                        event = json.loads(line[6:])
+                        assert "error" not in event, event
+                        parts += [choice["text"] for choice in event["choices"]]
+                        times.append(time.monotonic())
+            texts.add("".join(parts))
+        return texts
+
+    during = []
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        readers = [pool.submit(read, times) for times in arrivals]
+        try:
+            while not all(arrivals):
+                assert not any(reader.done() for reader in readers), [reader.result() for reader in readers]
+                time.sleep(0.01)
+            for seed in (31, 32, 33):
+                start_s = time.monotonic()
+                assert move(server, shuffled(shown(server)["placement"], seed)).status_code == 200
+                during.append((start_s, time.monotonic()))
+        finally:
+            ends.set()
+        for reader in readers:
+            assert reader.result() == {expected}
+    for start_s, end_s in during:
+        assert any(start_s < at < end_s for times in arrivals for at in times), "no token beside a move"
+    gaps = [b - a for times in arrivals for a, b in itertools.pairwise(times)]
+    record_property("longest_gap_s", max(gaps))
+    record_property("median_gap_s", statistics.median(gaps))
 
 
 def samples_of(server: RunningServer) -> dict[tuple[str, ...], float]:
@@ -164,3 +213,25 @@ def test_a_rank_killed_amid_moves_ends_the_gang(server: RunningServer) -> None:
         server.signal_rank(1, signal.SIGKILL)
         assert moving.result(60) > 3
     assert server.wait_exit() != 0
+
+
+@pytest.mark.slow
+def test_the_start_after_a_death_amid_a_move_is_clean() -> None:
+    flags = ("--num-redundant-experts", "3")
+    with running_server(2, *flags) as first:
+        expected, initial = answer(first.complete(**BODY)), shown(first)["placement"]
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            moving = pool.submit(move, first, shuffled(initial, 5))
+            while not shown(first)["rearrangement"]["num_layers"] and not moving.done():
+                time.sleep(0.01)
+            first.signal_rank(1, signal.SIGKILL)
+            with contextlib.suppress(httpx.HTTPError):
+                moving.result(60)
+        assert first.wait_exit() != 0
+    with running_server(2, *flags) as second:
+        assert shown(second)["placement"] == initial
+        assert shown(second)["layer_versions"] == [0] * len(initial["physical_to_logical_map"])
+        assert answer(second.complete(**BODY)) == expected
+        target = shuffled(initial, 6)
+        assert move(second, target).json()["placement"] == target
+        assert answer(second.complete(**BODY)) == expected

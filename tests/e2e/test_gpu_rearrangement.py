@@ -11,6 +11,8 @@ from tests.gpu_engine import gpu_llm, write_gpu_checkpoint
 from tests.placements import any_placement, placed
 from tests.ranks import RankContext
 
+from moe_runtime.kernels.replicas import CopyChoice, copy_choice  # isort: skip
+
 LIMITS = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "kv_cache_blocks": 12}
 PROMPTS = [[5, 9, 81]]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=4, logprobs=3, ignore_eos=True)
@@ -67,13 +69,13 @@ def test_virtual_ranks_move_experts(folder, expected):
     assert outputs(llm, moves={0: any_placement(LAYERS, EXPERTS, 2, 0, seed=9)}) != expected
 
 
-def run_moving(context: RankContext, folder: str, num_redundant: int, tp: int):
-    with placed(lambda *sizes: any_placement(*sizes, num_redundant, seed=7)):
+def run_moving(context: RankContext, folder: str, num_redundant: int, tp: int, choice: CopyChoice):
+    with copy_choice(choice), placed(lambda *sizes: any_placement(*sizes, num_redundant, seed=7)):
         llm = gpu_llm(Path(folder), group=context.group, dispatcher="collective", tp=tp, **LIMITS)
-    return moving(llm, 2, num_redundant)
+        return moving(llm, 2, num_redundant)
 
 
 def test_ranks_move_experts(ranks, folder, expected):
-    for found, versions, again in ranks(2, run_moving, str(folder), 1, 2):
+    for found, versions, again in ranks(2, run_moving, str(folder), 1, 2, CopyChoice.BATCH_ROW):
         assert (found, again) == (expected, expected)
         assert max(versions) == 1

@@ -9,8 +9,10 @@ import pytest
 
 from moe_runtime.engine.expert_transfer import MoveError
 from moe_runtime.engine.llm import LLM
+from moe_runtime.kernels.replicas import CopyChoice, copy_choice
 from tests.checkpoints import tiny_config, write_checkpoint
 from tests.mixed_requests import bits, mixed_params, random_prompts
+from tests.moe_runtime.engine.test_runner import LateRunner
 from tests.placements import any_placement, placed
 from tests.ranks import RankContext
 
@@ -46,6 +48,13 @@ def moves_to(ep_size: int, num_redundant: int) -> dict:
 
 
 def run_moving(
+    context: RankContext, folder: str, num_redundant: int, options: dict, choice: CopyChoice
+) -> tuple[Result, list[int], str]:
+    with copy_choice(choice):
+        return moving(context, folder, num_redundant, options)
+
+
+def moving(
     context: RankContext, folder: str, num_redundant: int, options: dict
 ) -> tuple[Result, list[int], str]:
     ep_size = options.get("loopback_ranks", context.world_size)
@@ -62,29 +71,54 @@ def run_moving(
 
 
 @pytest.mark.parametrize(
-    ("size", "num_redundant", "options"),
+    ("size", "num_redundant", "options", "choice"),
     [
-        (2, 9, {"rearrange_interval": 3}),
-        (4, 1, {"tp": 2}),
-        (8, 0, {"invariance": "batch", "rearrange_interval": 6}),  # the last rank has no expert
-        (2, 2, {"dispatcher": "collective", "kv_cache_blocks": 3, "max_num_batched_tokens": 130}),
+        (2, 9, {"rearrange_interval": 3}, CopyChoice.FIRST),
+        (4, 1, {"tp": 2}, CopyChoice.BATCH_ROW),
+        (
+            8,
+            0,
+            {"invariance": "batch", "rearrange_interval": 6},
+            CopyChoice.SPREAD,
+        ),  # the last rank has no expert
+        (
+            2,
+            2,
+            {"dispatcher": "collective", "kv_cache_blocks": 3, "max_num_batched_tokens": 130},
+            CopyChoice.ALTERNATING,
+        ),
     ],
 )
-def test_moves_change_no_bit(ranks, folder, expected, size, num_redundant, options):
-    results = ranks(size, run_moving, str(folder), num_redundant, options)
+def test_moves_change_no_bit(ranks, folder, expected, size, num_redundant, options, choice):
+    results = ranks(size, run_moving, str(folder), num_redundant, options, choice)
     for found, versions, placement in results:
         assert found == expected
         assert min(versions) >= 2
         assert (versions, placement) == results[0][1:]
 
 
-@pytest.mark.parametrize("num_redundant", [0, 1, 9])
-def test_virtual_ranks_move_experts(folder, expected, num_redundant):
+@pytest.mark.parametrize(
+    ("num_redundant", "choice"),
+    [(0, CopyChoice.SPREAD), (1, CopyChoice.SPREAD), *((9, choice) for choice in CopyChoice)],
+)
+def test_virtual_ranks_move_experts(folder, expected, num_redundant, choice):
     with placed(lambda *sizes: any_placement(*sizes, num_redundant, seed=3)):
         llm = LLM(str(folder), dispatcher="loopback", loopback_ranks=4, rearrange_interval=2, **LIMITS)
+    with copy_choice(choice):
+        assert outputs(llm, moves=moves_to(4, num_redundant)) == expected
+        assert min(llm.engine.mover.versions) >= 2
+        assert outputs(llm) == expected
+
+
+@pytest.mark.parametrize("num_redundant", [0, 9])
+def test_steps_that_overlap_cross_moves_unchanged(folder, expected, num_redundant):
+    """Steps are planned before the tokens of the one before are known, as on a GPU."""
+    with placed(lambda *sizes: any_placement(*sizes, num_redundant, seed=3)):
+        llm = LLM(str(folder), dispatcher="loopback", loopback_ranks=4, rearrange_interval=2, **LIMITS)
+    runner = llm.engine.runner = LateRunner(llm.engine.runner)
     assert outputs(llm, moves=moves_to(4, num_redundant)) == expected
     assert min(llm.engine.mover.versions) >= 2
-    assert outputs(llm) == expected
+    assert runner.num_overlapped > 0
 
 
 def test_control_bits_and_checksum_tell_of_a_wrong_expert(folder, expected):

@@ -7,11 +7,13 @@ import itertools
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from moe_runtime.eplb.balance import balance_of, hottest_expert, peak_bound, rank_loads
+from moe_runtime.eplb.balance import balance_of, hottest_expert, peak_bound, rank_loads, rank_pairs
 from moe_runtime.eplb.placement import ModelPlacement, contiguous_model_placement
 from moe_runtime.eplb.policy import plan_placement
 from tests.expert_loads import exact_peaks, problems
+from tests.placements import any_placement
 
 
 def test_layers_skewed_in_opposite_directions_are_not_even():
@@ -90,3 +92,28 @@ def test_the_hottest_expert_has_the_largest_share_of_its_layer():
 def test_counts_of_another_model_are_refused():
     with pytest.raises(ValueError, match=r"counts \(shape \(1, 2, 5\)\) must be of the placement's"):
         balance_of(np.ones((2, 5)), contiguous_model_placement(2, 4, 2))
+
+
+def test_whole_pairs_of_ranks_add_up():
+    assert rank_pairs(np.array([[5, 1, 2]]), contiguous_model_placement(1, 3, 2)).tolist() == [[6, 2]]
+    with_a_copy = ModelPlacement(
+        physical_to_logical_map=np.array([[0, 1, 0, 2]]), first_expert=(0, 2, 4), num_logical_experts=3
+    )
+    assert rank_pairs(np.array([[5, 1, 2]]), with_a_copy).tolist() == [[4, 4]]
+    for shape in ((1, 3), (2, 4)):
+        with pytest.raises(ValueError, match=r"counts \(.*\) must be of the placement's layers"):
+            rank_pairs(np.zeros(shape, dtype=np.int64), contiguous_model_placement(1, 4, 2))
+
+
+@given(st.integers(1, 20), st.integers(1, 9), st.integers(0, 12), st.integers(0, 10**6))
+def test_pairs_are_where_the_experts_are(num_experts, ep_size, num_redundant, seed):
+    placement = any_placement(3, num_experts, ep_size, num_redundant, seed)
+    generator = np.random.default_rng(seed)
+    counts = generator.integers(0, 2**40, (3, num_experts))
+    pairs = rank_pairs(counts, placement)
+    assert (pairs.sum(axis=1) == counts.sum(axis=1)).all(), "no pair is lost"
+    for layer in range(3):
+        one = placement.layer(layer)
+        for rank in range(ep_size):
+            shares = [counts[layer, e] / one.logical_count[e] for e in one.local_logical_experts(rank)]
+            assert abs(pairs[layer, rank] - sum(shares)) <= len(shares)

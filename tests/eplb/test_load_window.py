@@ -1,4 +1,4 @@
-"""Load window: exact sums of the newest steps, bounded memory, ranks add up, files say what is wrong with them."""
+"""Load window: exact sums of the newest steps, bounded memory, files say what is wrong with them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_runtime.eplb.load_window import LoadWindow
+from moe_runtime.eplb.load_window import NUM_BUCKETS, LoadWindow
 from moe_runtime.eplb.placement import contiguous_model_placement
 from moe_runtime.eplb.policy import plan_placement
 
@@ -41,56 +41,6 @@ def test_the_window_holds_the_newest_buckets_and_nothing_else(num_buckets, per_b
     assert window.num_held_steps == sum(steps for steps, _ in newest)
     assert window.num_seen_steps == sum(min(g, per_bucket) for g in groups)
     assert window.num_bytes == size == num_buckets * 2 * 6 * 8
-
-
-def test_global_counts_are_the_sum_over_ranks_of_tokens_times_slots():
-    """What routers of three ranks choose, counted where tokens are routed, adds up to the histogram of all."""
-    rng = np.random.default_rng(0)
-    windows = [LoadWindow(2, 6, num_steps=4) for _ in range(3)]
-    chosen = []
-    for _ in range(4):
-        for rank, window in enumerate(windows):
-            topk = rng.integers(0, 6, (2, rank * 5, 3))  # rank 0 is idle
-            chosen.append(topk)
-            window.add(np.stack([np.bincount(topk[layer].ravel(), minlength=6) for layer in range(2)]))
-    total = LoadWindow.merged(windows)
-    for layer in range(2):
-        ids = np.concatenate([topk[layer].ravel() for topk in chosen])
-        assert total.totals()[layer].tolist() == np.bincount(ids, minlength=6).tolist()
-    assert total.totals().sum() == 4 * (5 + 10) * 3 * 2
-    assert total.num_seen_steps == 4
-
-
-def test_merging_keeps_buckets_and_goes_on():
-    windows = [LoadWindow(2, 6, num_steps=4, steps_per_bucket=2) for _ in range(2)]
-    for window, seed in zip(windows, (1, 2), strict=True):
-        for step in steps_of(7, seed):
-            window.add(step)
-    total = LoadWindow.merged(windows)
-    assert (total.buckets() == windows[0].buckets() + windows[1].buckets()).all()
-    total.add(steps_of(1, 3)[0])
-    for window, counts in zip(windows, (steps_of(1, 3)[0], np.zeros((2, 6))), strict=True):
-        window.add(counts)
-    assert (total.buckets() == LoadWindow.merged(windows).buckets()).all()
-
-
-def test_windows_out_of_step_are_not_merged():
-    one, other = LoadWindow(2, 6, num_steps=4), LoadWindow(2, 6, num_steps=4)
-    one.add(np.ones((2, 6)))
-    with pytest.raises(
-        ValueError, match=r"num_seen_steps of window 1 \(0\) must equal that of window 0 \(1\)"
-    ):
-        LoadWindow.merged([one, other])
-    with pytest.raises(ValueError, match="num_steps of window 1"):
-        LoadWindow.merged([one, LoadWindow(2, 6, num_steps=5)])
-    grouped = [LoadWindow(2, 6, num_steps=8, steps_per_bucket=4) for _ in range(2)]
-    for window, groups in zip(grouped, ((3, 2), (2, 3)), strict=True):
-        for group in groups:
-            window.add(np.ones((2, 6)), group)
-    with pytest.raises(ValueError, match=r"steps of the buckets of window 1 \[2, 3\]"):
-        LoadWindow.merged(grouped)
-    with pytest.raises(ValueError, match="must be at least one"):
-        LoadWindow.merged([])
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 5, 23])
@@ -181,14 +131,24 @@ def test_balance_and_hottest_expert_of_what_is_held():
     assert (hottest.layer_idx, hottest.expert_idx, hottest.num_tokens, hottest.share) == (0, 0, 4, 0.5)
 
 
-def test_clearing_forgets_counts_and_keeps_the_number_of_steps():
-    window = LoadWindow(2, 6, num_steps=3)
-    for step in steps_of(5):
+def test_a_copy_is_the_same_and_stays():
+    window = LoadWindow(2, 6, num_steps=6, steps_per_bucket=2)
+    for step in steps_of(9):
         window.add(step)
-    window.clear()
-    assert (window.totals().sum(), len(window.buckets()), window.num_seen_steps) == (0, 0, 5)
+    same = window.copy()
+    assert same.dump() == window.dump()
+    for one in (window, same):
+        one.add(steps_of(1)[0])
+    assert same.dump() == window.dump()
     window.add(steps_of(1)[0])
-    assert (window.buckets()[0] == steps_of(1)[0]).all()
+    assert same.dump() != window.dump()
+
+
+@pytest.mark.parametrize(("num_steps", "per_bucket"), [(1, 1), (16, 1), (32, 2), (1024, 64)])
+def test_windows_by_length_have_few_buckets(num_steps, per_bucket):
+    window = LoadWindow.of_steps(2, 6, num_steps)
+    assert (window.num_steps, window.steps_per_bucket) == (num_steps, per_bucket)
+    assert window.num_buckets <= NUM_BUCKETS
 
 
 def test_a_window_is_what_a_planner_takes():

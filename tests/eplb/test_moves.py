@@ -33,11 +33,7 @@ def test_the_worked_examples_of_the_docstrings():
     moves = moves_between(
         placement_of([[0, 1, 2, 3]], (0, 2, 4), 4), placement_of([[0, 2, 1, 3]], (0, 2, 4), 4)
     )
-    assert (moves.physical.tolist(), moves.logical.tolist(), moves.source.tolist()) == (
-        [1, 2],
-        [2, 1],
-        [2, 1],
-    )
+    assert (moves.physical.tolist(), moves.logical.tolist()) == ([1, 2], [2, 1])
     assert moves.num_bytes(10) == 20
     current = placement_of([[0, 1, 2, 3]], (0, 3, 4), 4)
     assert aligned(current, placement_of([[3, 0, 1, 2]], (0, 3, 4), 4)).physical_to_logical_map.tolist() == [
@@ -67,7 +63,6 @@ def test_moves_carried_out_give_the_aligned_target(pair):
     assert ranks_of(near) == ranks_of(target)
     moves = moves_between(current, near)
     live = current.physical_to_logical_map.copy()
-    assert (live[moves.layer_idx, moves.source] == moves.logical).all()
     live[moves.layer_idx, moves.physical] = moves.logical
     assert (live == near.physical_to_logical_map).all()
     for layer, (before, after) in enumerate(zip(ranks_of(current), ranks_of(target), strict=True)):
@@ -97,13 +92,6 @@ def test_exchanged_ranks_cost_nothing():
     swapped = replace(current, physical_to_logical_map=np.roll(current.physical_to_logical_map, 2, axis=1))
     assert len(moves_between(current, aligned(current, swapped))) == 16
     assert len(moves_between(current, relabelled(current, swapped))) == 0
-
-
-def test_a_copy_on_the_receiving_rank_is_the_source_and_others_take_turns():
-    current = placement_of([[0, 1, 0, 2, 0, 3, 3, 3]], (0, 2, 4, 6, 8), 4)
-    target = placement_of([[0, 1, 0, 2, 0, 0, 0, 3]], (0, 2, 4, 6, 8), 4)
-    moves = moves_between(current, target)
-    assert moves.source.tolist() == [4, 2]
 
 
 def test_placements_of_different_form_are_refused():

@@ -13,9 +13,9 @@ from moe_runtime.eplb.placement import (
     ExpertPlacement,
     ModelPlacement,
     contiguous_model_placement,
-    contiguous_placement,
     even_slots,
 )
+from tests.placements import contiguous_placement
 
 
 def test_the_worked_example_of_the_docstring():

@@ -1,4 +1,4 @@
-"""Counts of routed pairs: exact, of real tokens only, each on one rank, and taken without waiting."""
+"""Counts of routed pairs: exact, of real tokens only, each on one rank, at steps that all ranks agree on."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from moe_runtime.comm.groups import RankGroup
-from moe_runtime.engine import expert_load
-from moe_runtime.engine.expert_load import DeviceExpertLoad, HostExpertLoad
+from moe_runtime.engine.expert_load import DeviceExpertLoad, ExpertLoad, HostExpertLoad
 from moe_runtime.engine.llm import LLM
 from moe_runtime.engine.request import SamplingParams
+from moe_runtime.engine.step import StepVector, StepView
 from tests.checkpoints import tiny_config, write_checkpoint
 from tests.gpu_engine import gpu_llm, write_gpu_checkpoint
 from tests.ranks import RankContext
@@ -50,6 +50,7 @@ def served(
     llm = gpu_llm(folder, **options) if on_gpu else LLM(folder, **options)
     before = counts_of(llm)
     results = llm.generate(PROMPTS, PARAMS)
+    assert (llm.engine.runner.expert_load.mark().window().totals() == counts_of(llm)).all()
     return (
         counts_of(llm) - before,
         counts_of_results(llm, results),
@@ -93,52 +94,87 @@ def test_graphs_rehearsals_and_idle_steps_count_nothing(tmp_path):
     assert counts_of(llm).sum(1).tolist() == [2 * len(PROMPTS[0])] * 2
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Seconds, in an item of a list."""
-    now = [100.0]
-    monkeypatch.setattr(expert_load.time, "monotonic", lambda: now[0])
-    return now
+def view(*num_tokens: int) -> StepView:
+    return StepView(tuple(StepVector(num_tokens=count) for count in num_tokens))
 
 
-def test_the_host_s_counts_are_taken_when_new_and_once_in_a_while(clock):
-    load = HostExpertLoad(2, 3)
-    assert load.take() is None
-    load.add(torch.tensor([[[0, 2]], [[1, 2]]], dtype=torch.int16))
-    load.add(torch.empty(2, 0, 2, dtype=torch.int16))
-    assert np.frombuffer(load.take(), "<i8").tolist() == [1, 0, 1, 0, 1, 1]
-    load.add(torch.tensor([[[0, 1]], [[0, 1]]], dtype=torch.int16))
-    assert load.take() is None
-    clock[0] += expert_load.TAKE_INTERVAL_S
-    assert np.frombuffer(load.take(), "<i8").tolist() == [2, 1, 1, 1, 2, 1]
-    clock[0] += expert_load.TAKE_INTERVAL_S
-    assert load.take() is None
+def told(load: ExpertLoad) -> list[tuple[int, list[int]]]:
+    return [(report.num_steps, np.frombuffer(report.counts, "<i8").tolist()) for report in load.take()]
+
+
+def test_ranks_copy_at_the_same_steps_whoever_has_tokens():
+    """A bucket of 4 steps; a rank without tokens copies too, and idle steps copy what is new once."""
+    first, second = (HostExpertLoad(1, 2, window_steps=64) for _ in range(2))
+    for step in range(9):
+        for load in (first, second):
+            load.before_step(view(1, 0))
+        first.add(torch.tensor([[[step % 2]]], dtype=torch.int16))
+    for _ in range(2):
+        first.before_step(view(0, 0))
+        second.before_step(view(0, 0))
+    assert told(first) == [(4, [2, 2]), (8, [4, 4]), (9, [5, 4])]
+    assert told(second) == [(4, [0, 0]), (8, [0, 0]), (9, [0, 0])]
+    assert told(first) == []
+
+
+def test_a_mark_is_of_the_steps_before_it():
+    load = HostExpertLoad(1, 2, window_steps=4)
+    for step in range(7):
+        load.before_step(view(1))
+        if step == 6:
+            mark = load.mark()
+        load.add(torch.tensor([[[step % 2, 1]]], dtype=torch.int16))
+    load.before_step(view(0))
+    window = mark.window()
+    assert (window.num_seen_steps, window.bucket_steps().tolist()) == (6, [1, 1, 1, 1])
+    assert window.buckets().tolist() == [[[1, 1]], [[0, 2]], [[1, 1]], [[0, 2]]]
+    assert load.mark().window().buckets()[-1].tolist() == [[1, 1]]
+
+
+def test_a_model_without_experts_has_no_load():
+    load = HostExpertLoad(0, 0)
+    load.before_step(view(1))
+    load.before_step(view(0))
+    assert load.take() == ()
 
 
 class PlayedEvent:
-    """A point in a device's work that is reached when told."""
+    """A point in a device's work that is reached when told, or waited for."""
 
     is_reached = False
 
     def query(self) -> bool:
         return self.is_reached
 
+    def synchronize(self) -> None:
+        self.is_reached = True
 
-def test_a_device_s_counts_come_once_their_copy_has_ended(clock):
-    counts = torch.zeros(1, 2, dtype=torch.int64)
-    load = DeviceExpertLoad(counts)
-    assert load.take() is None
+
+def test_a_device_s_counts_of_an_engine_before_are_not_in_the_window():
+    counts = torch.full((1, 2), 5, dtype=torch.int64)
+    load = DeviceExpertLoad(counts, window_steps=2)
+    load.before_step(view(1))
     counts += 3
-    load.step_launched()
-    assert load.take() is None, "the copy is under way"
-    load._copied = event = PlayedEvent()
-    clock[0] += 5
-    load.step_launched()
-    assert load.take() is None
-    event.is_reached = True
-    assert np.frombuffer(load.take(), "<i8").tolist() == [3, 3]
-    counts += 1
-    assert load.take() is None, "the next copy"
-    load._copied = event
-    assert np.frombuffer(load.take(), "<i8").tolist() == [4, 4]
-    assert load.take() is None, "nothing has run since"
+    load.before_step(view(0))
+    assert load.mark().window().totals().tolist() == [[3, 3]]
+
+
+def test_a_device_s_counts_come_in_order_once_their_copies_have_ended(monkeypatch):
+    counts = torch.zeros(1, 2, dtype=torch.int64)
+    load = DeviceExpertLoad(counts, window_steps=2)
+    events = [PlayedEvent() for _ in range(4)]
+    left = iter(events)
+    monkeypatch.setattr(load, "_copy", lambda: (counts.clone(), next(left)))
+    for _ in range(4):
+        load.before_step(view(1))
+        counts += 3
+    assert told(load) == [], "the copies are under way"
+    events[1].is_reached = True
+    assert told(load) == [], "the first one is not there"
+    events[0].is_reached = True
+    assert told(load) == [(1, [3, 3]), (2, [6, 6])]
+    mark = load.mark()
+    counts += 100
+    assert mark.window().totals().tolist() == [[6, 6]], "waits for the third, and holds two steps"
+    assert events[2].is_reached
+    assert told(load) == [(3, [9, 9])], "what the mark waited for is told as well"

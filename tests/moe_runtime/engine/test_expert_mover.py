@@ -6,7 +6,6 @@ import threading
 
 import numpy as np
 import pytest
-import torch
 
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.engine import expert_mover
@@ -32,14 +31,8 @@ class FakeStore:
         self.swapped: list[int] = []
         self.prepared: list[int] = []
 
-    def begin(self) -> None:
-        pass
-
     def stall_s(self) -> float:
         return 0.0
-
-    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone()
 
     def prepare(self, layer: int, slots: list[int], replicas: object) -> None:
         self.prepared.append(layer)
@@ -58,6 +51,9 @@ class FakeTransfer:
         self.gate.set()
         self.error: Exception | None = None
 
+    def begin(self, placement: ModelPlacement) -> None:
+        pass
+
     def run(self, layer: int, moves: object) -> tuple[list[int], int]:
         assert self.gate.wait(30)
         if self.error is not None:
@@ -73,8 +69,9 @@ class Gang:
 
     def __init__(self, **options: int) -> None:
         self.movers = [ExpertMover(FakeTransfer(rank), START, **options) for rank in range(RANKS)]
-        for mover in self.movers:
-            mover.attach(HostExpertLoad(LAYERS, EXPERTS))
+        self.loads = [HostExpertLoad(LAYERS, EXPERTS, window_steps=8) for _ in self.movers]
+        for mover, load in zip(self.movers, self.loads, strict=True):
+            mover.attach(load)
 
     def step(self, *, num_tokens: int = 1, drain: int = 0) -> StepView:
         vectors = [
@@ -82,7 +79,8 @@ class Gang:
             for mover in self.movers
         ]
         view = StepView(tuple(vectors))
-        for mover in self.movers:
+        for mover, load in zip(self.movers, self.loads, strict=True):
+            load.before_step(view)
             mover.boundary(view)
         states = {(tuple(m.versions), m.placement.sha256, m.is_active, m.stats().state) for m in self.movers}
         assert len(states) == 1, states
@@ -294,21 +292,31 @@ def test_a_plan_without_changes_succeeds_at_once(gang, monkeypatch):
     assert ranks.movers[0].versions == [0, 0, 0]
 
 
-def test_loads_are_those_since_the_move_before(gang, monkeypatch):
+def test_moves_are_planned_by_the_window_of_the_same_steps_on_all_ranks(gang, monkeypatch):
+    """Steps before the window are forgotten; a move before changes nothing in it."""
     seen = []
     plan = MovePlan(target=START, layers=[], balance=(1.0, 1.0))
     ranks = gang()
     monkeypatch.setattr(
-        expert_mover, "agree_on_plan", lambda group, current, counts, *_: (seen.append(counts.sum()), plan)[1]
+        expert_mover,
+        "agree_on_plan",
+        lambda group, current, counts, *_: (seen.append((group.rank, int(counts.sum()))), plan)[1],
     )
-    mover = ranks.movers[0]
-    load = HostExpertLoad(LAYERS, EXPERTS)
-    load.counts += 5
-    mover.attach(load)
-    for more in (1, 2):
-        load.counts += more
-        mover.request(None)
-        ranks.run()
-    other = ranks.movers[1]
-    assert sorted(seen) == [0, 0, LAYERS * EXPERTS, 2 * LAYERS * EXPERTS], other
-    assert isinstance(mover.placement, ModelPlacement)
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            ranks.step()
+            for rank, load in enumerate(ranks.loads):
+                load.counts += 1 + rank  # of the step that was just begun
+
+    size = LAYERS * EXPERTS
+    steps(11)
+    for number in range(2):
+        ranks.movers[0].request(None)
+        ranks.run(num_tokens=0)
+        assert sorted(seen[2 * number :]) == [(0, 8 * size), (1, 16 * size)]
+    steps(1)
+    ranks.movers[0].request(None)
+    ranks.run(num_tokens=0)
+    assert sorted(seen[4:]) == [(0, 8 * size), (1, 16 * size)]
+    assert isinstance(ranks.movers[0].placement, ModelPlacement)

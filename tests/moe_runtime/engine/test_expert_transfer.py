@@ -8,15 +8,22 @@ import pytest
 import torch
 
 from moe_runtime.comm.groups import RankGroup
-from moe_runtime.engine.expert_store import CpuExpertStore
+from moe_runtime.comm.symmetric_memory import SymmetricSpace
+from moe_runtime.engine.expert_store import CpuExpertStore, ExpertStore
 from moe_runtime.engine.expert_transfer import ExpertTransfer, MoveError, loaded_checksums
+from moe_runtime.engine.expert_weights import layer_replicas
 from moe_runtime.eplb.migration import layer_moves
 from moe_runtime.eplb.placement import ModelPlacement
 from moe_runtime.errors import InvarianceError
 from moe_runtime.kernels.replicas import Replicas
 from moe_runtime.layers.mlp import pack_expert
+from tests.kernels import triton_interpreter  # noqa: F401
 from tests.placements import any_placement
 from tests.ranks import RankContext
+
+from moe_runtime.engine.gpu_expert_store import GpuExpertStore  # isort: skip
+from moe_runtime.engine.spare_rooms import SpareRooms  # isort: skip
+from moe_runtime.layers.cuda_experts import LayerExperts  # isort: skip
 
 LAYERS, EXPERTS = 2, 5
 
@@ -39,22 +46,27 @@ def store_of(placement: ModelPlacement, rank: int) -> CpuExpertStore:
     )
 
 
-def holds(store: CpuExpertStore, layer: int, expected: list[int]) -> bool:
+def holds(store: ExpertStore, layer: int, expected: list[int]) -> bool:
     """Whether the first places of the spare room hold these experts."""
-    experts = [weights(layer, e) for e in expected]
-    return all(
-        torch.equal(
-            store.filled(i),
-            torch.cat([t.view(-1).view(torch.uint8) for t in (e.gate_up.tiles, e.down.tiles)]),
-        )
-        for i, e in enumerate(experts)
-    )
+    return all(torch.equal(store.filled(i), bytes_of(store, layer, e)) for i, e in enumerate(expected))
+
+
+def bytes_of(store: ExpertStore, layer: int, expert: int) -> torch.Tensor:
+    if isinstance(store, CpuExpertStore):
+        e = weights(layer, expert)
+        return torch.cat([t.view(-1).view(torch.uint8) for t in (e.gate_up.tiles, e.down.tiles)])
+    return torch.cat([t.view(-1).view(torch.uint8) for t in gpu_weights(layer, expert)])
 
 
 def run_moves(context: RankContext, seed: int) -> None:
-    rank = context.rank
     current, target = (any_placement(LAYERS, EXPERTS, context.world_size, 3, s) for s in (seed, seed + 1))
-    store = store_of(current, rank)
+    check_moves(context, store_of(current, context.rank), current, target)
+
+
+def check_moves(
+    context: RankContext, store: ExpertStore, current: ModelPlacement, target: ModelPlacement
+) -> None:
+    rank = context.rank
     checksums = loaded_checksums(store, context.group, current, current.first_expert)
     transfer = ExpertTransfer(store, context.group, current.first_expert, checksums)
     first = current.first_expert[rank]
@@ -69,20 +81,81 @@ def run_moves(context: RankContext, seed: int) -> None:
     # A rank that cannot read: all ranks stop, name it, and the next layer works.
     moves = layer_moves(current.layer(0), target.layer(0))
     faulty = next(int(rank_of[m.source]) for m in moves)
-    read = store.read
+    way = "push" if store.pushes else "read"
     if rank == faulty:
-        store.read = lambda *_: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+        setattr(store, way, lambda *_: 1 / 0)
     with pytest.raises(
-        MoveError, match=rf"rank {faulty}: layer 0, logical expert \d: .* cannot be read: division by zero"
+        MoveError,
+        match=rf"rank {faulty}: layer 0, logical expert \d: .* cannot be (read|pushed): division by zero",
     ):
         transfer.run(0, moves)
-    store.read = read  # type: ignore[method-assign]
+    if rank == faulty:
+        delattr(store, way)
     transfer.run(0, moves)
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_moves_between_ranks(ranks, size):
     ranks(size, run_moves, size)
+
+
+def gpu_weights(layer: int, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * layer + expert)
+    shapes = ((12, 8), (8, 6))
+    return tuple(torch.randn(*shape, generator=generator).bfloat16() for shape in shapes)  # type: ignore[return-value]
+
+
+def pushing_store(
+    context: RankContext, folder: str, placement: ModelPlacement
+) -> tuple[GpuExpertStore, list[LayerExperts]]:
+    """A store in CPU memory whose spare rooms are files that all ranks map."""
+    slots, rank = placement.slots_per_rank, context.rank
+    layers = []
+    for layer in range(LAYERS):
+        held = [gpu_weights(layer, e) for e in placement.layer(layer).local_logical_experts(rank)]
+        layers.append(
+            LayerExperts(w13=torch.stack([h[0] for h in held]), w2=torch.stack([h[1] for h in held]))
+        )
+    num_bytes = SpareRooms.region_bytes(layers[0], max(slots))
+    regions = [
+        torch.from_file(f"{folder}/room{r}", shared=True, size=num_bytes, dtype=torch.uint8)
+        for r in range(context.world_size)
+    ]
+    space = SymmetricSpace(regions, rank, context.group)
+    rooms = SpareRooms.carve(space, layers[0], max(slots))
+    replicas = [layer_replicas(placement, layer) for layer in range(LAYERS)]
+    return GpuExpertStore(layers, replicas, rooms), layers
+
+
+def push_moves(context: RankContext, folder: str, seed: int) -> None:
+    current, target = (any_placement(LAYERS, EXPERTS, context.world_size, 3, s) for s in (seed, seed + 1))
+    store, _ = pushing_store(context, folder, current)
+    assert store.pushes
+    store.fill = store.read = None  # type: ignore[method-assign,assignment]  # nothing goes through the hosts
+    check_moves(context, store, current, target)
+
+
+def push_to_the_wrong_place(context: RankContext, folder: str) -> str:
+    current, target = (any_placement(LAYERS, EXPERTS, context.world_size, 3, s) for s in (2, 3))
+    store, _ = pushing_store(context, folder, current)
+    checksums = loaded_checksums(store, context.group, current, current.first_expert)
+    transfer = ExpertTransfer(store, context.group, current.first_expert, checksums)
+    push = store.push
+    store.push = lambda layer, slot, rank, place: push(layer, slot, rank, 0)  # type: ignore[method-assign]
+    with pytest.raises(MoveError) as error:
+        transfer.run(0, layer_moves(current.layer(0), target.layer(0)))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_push_into_each_other_s_memory(ranks, tmp_path, size):
+    ranks(size, push_moves, str(tmp_path), size)
+
+
+def test_a_push_to_the_wrong_place_is_found_by_all_ranks(ranks, tmp_path):
+    found = ranks(2, push_to_the_wrong_place, str(tmp_path))
+    assert found[0] == found[1]
+    assert "has checksum" in found[0]
 
 
 @pytest.fixture
@@ -127,6 +200,19 @@ def test_the_checksum_tells_of_every_fault(alone, where):
         transfer.run(1, moves)
     transfer.verifies = False
     transfer.run(1, moves)
+
+
+def test_checksums_not_taken_at_the_start_are_those_before_the_first_move(alone):
+    """Also for a slot that goes stale afterwards."""
+    transfer, moves, current = alone
+    late = ExpertTransfer(transfer.store, transfer.group, transfer.first_expert, None)
+    for _ in range(2):
+        late.begin(current)
+        assert late.checksums is not None
+        assert torch.equal(late.checksums, transfer.checksums)
+        transfer.store._moes[1].experts[moves[0].source].down.tiles[0, 0, 0, 0] += 1
+    with pytest.raises(MoveError, match=rf"layer 1, logical expert {moves[0].logical}: .* has checksum"):
+        late.run(1, moves)
 
 
 def test_copies_that_differ_at_the_start_are_told(alone):

@@ -37,6 +37,18 @@ def test_level_batch_moves_where_an_interval_turns_multiple_reduction_off():
     assert "rearrangement every 5 steps" in moving.multiple_reduction.reason
 
 
+@pytest.mark.parametrize(
+    ("options", "is_late"),
+    [({}, True), ({"num_redundant_experts": 1}, False), ({"rearrange_interval": 100}, False)],
+)
+def test_checksums_wait_for_a_move_that_may_never_come(options, is_late):
+    """Not where copies must be compared before they serve, nor where moves are sure to come."""
+    llm = LLM(dispatcher="loopback", loopback_ranks=2, **options)
+    mover = open_mover(llm.model, llm.config, llm.group)
+    assert (mover._transfer.checksums is None) == is_late
+    mover.close()
+
+
 def test_no_room_and_copies_that_differ_are_told_at_the_start(monkeypatch):
     llm = LLM(**VIRTUAL)
     mover = open_mover(llm.model, llm.config, llm.group)

@@ -11,7 +11,14 @@ import torch
 
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.engine.llm import LLM, CompletionOutput
-from moe_runtime.engine.messages import RankReport, RankStats, SequenceOutput, decode_report, encode
+from moe_runtime.engine.messages import (
+    ExpertLoadReport,
+    RankReport,
+    RankStats,
+    SequenceOutput,
+    decode_report,
+    encode,
+)
 from moe_runtime.engine.request import SamplingParams
 from moe_runtime.engine.routed_experts import (
     RoutedExperts,
@@ -174,7 +181,7 @@ def test_the_document_holds_little_endian_ids_in_base64():
 
 def test_they_travel_with_an_output():
     output = SequenceOutput("r", 0, routed_experts=THREE)
-    report = RankReport(0, 1, (output,), RankStats(), expert_load=b"12345678")
+    report = RankReport(0, 1, (output,), RankStats(), expert_load=(ExpertLoadReport(3, b"12345678"),))
     assert decode_report(encode(report)) == report
 
 

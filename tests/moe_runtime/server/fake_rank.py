@@ -19,6 +19,7 @@ from moe_runtime.engine.messages import (
     AbortRequest,
     AddRequest,
     Drain,
+    ExpertLoadReport,
     MoveExperts,
     MoveResult,
     RankMessage,
@@ -182,7 +183,7 @@ class FakeRank:
     sequences: list[Sequence] = field(default_factory=list)
     last_report: float = 0.0
     is_silent: bool = False
-    expert_load: bytes | None = None
+    expert_load: tuple[ExpertLoadReport, ...] = ()
     is_draining: bool = False
     moves: list[MoveResult] = field(default_factory=list)
 
@@ -297,9 +298,8 @@ class FakeRanks(threading.Thread):
             epoch = rank.epochs[-1] if rank.received else 0
             stats = RankStats(num_running=len(rank.sequences), num_kv_blocks=128, num_free_kv_blocks=128)
             moves, rank.moves = tuple(rank.moves), []
-            rank.socket.send(
-                encode(RankReport(rank.rank, epoch, tuple(outputs), stats, rank.expert_load, moves=moves))
-            )
+            loads, rank.expert_load = rank.expert_load, ()
+            rank.socket.send(encode(RankReport(rank.rank, epoch, tuple(outputs), stats, loads, moves=moves)))
             if rank.watch is not None and not rank.is_silent:
                 process = ProcessId(pid=1000 + rank.rank, start_ticks=0, host="elsewhere")
                 rank.watch.send(encode_watch_message(Pulse(rank=rank.rank, process=process)))

@@ -50,6 +50,7 @@ def test_the_document_shows_every_path_and_field(document):
         "/server_info",
         "/status",
         "/metrics",
+        "/expert_load",
         "/expert_placement",
     } <= set(document["paths"])
     schemas = document["components"]["schemas"]

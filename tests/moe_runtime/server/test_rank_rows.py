@@ -9,7 +9,7 @@ import pytest
 
 from moe_runtime.engine.messages import RankStats
 from moe_runtime.server.client import Phase, RankState
-from moe_runtime.server.rank_rows import rank_phase, rank_rows
+from moe_runtime.server.rank_rows import rank_rows, serving_phase
 from tests.moe_runtime.server.conftest import wait_until
 
 
@@ -36,7 +36,7 @@ def client(ranks, phase=Phase.SERVING):
 )
 def test_phases(make_config, of_rank, phase, expected):
     ranks = {} if of_rank is None else {1: state(**of_rank)}
-    assert rank_phase(make_config(), client(ranks, phase), 1) == expected
+    assert serving_phase(make_config(), client(ranks, phase), 1) == expected
 
 
 def test_a_follower_runs_what_its_group_s_first_rank_runs(make_config):

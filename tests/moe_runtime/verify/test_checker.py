@@ -31,7 +31,8 @@ def test_every_axis_passes(llm: LLM, small_check: MakeConfig, progress: Progress
     elsewhere = "equal on loopback EP 2, loopback EP 4, loopback EP 8"
     assert findings == dict.fromkeys(AXES, "equal") | {
         "graph": GRAPHS_ABSENT,
-        "placement": "equal on loopback EP 4, 1 redundant, moved amid",
+        "placement": "equal on loopback EP 4, 1 redundant, moved amid, copies by first, copies by alternating, "
+        "copies by batch row",
         "topology": elsewhere,
     }
     assert report.exit_code is CheckExit.EQUAL
