@@ -27,9 +27,10 @@ from moe_runtime.errors import CapacityError, CheckpointError, InvalidRequestErr
 from moe_runtime.exit_codes import EXIT_NO_FIT, EXIT_OK, EXIT_SELF_CHECK
 from moe_runtime.launch.cli import parse_config, print_error, usage_error
 from moe_runtime.launch.distributed import close_ranks, init_ranks
-from moe_runtime.launch.leave import leave_at_once
+from moe_runtime.launch.leave import leave_at_once, meet_processes
 from moe_runtime.launch.logs import setup_logging
 from moe_runtime.launch.progress import progress_bar
+from moe_runtime.server.processes import ProcessId
 
 __all__ = ["main", "parse_line", "result_line"]
 
@@ -39,20 +40,23 @@ _PARAMS = {f.name for f in fields(SamplingParams)}
 def main(args: Sequence[str] | None = None) -> int:
     """Generate for every line of the input. Returns the exit code."""
     config = parse_config(GenerateConfig, args, prog="moe_runtime.generate")
+    processes: list[ProcessId] = []
     try:
         _check_distinct(config.input, config.output)
         group = init_ranks(config.engine.device)
         setup_logging(group.rank)
+        processes = meet_processes(group)
         lines = _read_lines(config.input)
         parsed = [parse_line(line, number) for number, line in enumerate(lines, 1) if line.strip()]
         with contextlib.ExitStack() as stack:
             output = stack.enter_context(_open_output(config.output)) if group.rank == 0 else None
-            results = _generate(config, parsed, group)
+            llm, results = _generate(config, parsed, group)
             if output is not None:
                 output.write(b"".join(result_line(result) + b"\n" for result in results))
                 output.flush()
+        close_ranks(llm.group, llm.model.tensor_parallel)
     except PeerError as error:
-        leave_at_once(str(error))
+        leave_at_once(error, processes)
     except InvarianceError as error:
         print_error(str(error))
         return EXIT_SELF_CHECK
@@ -63,7 +67,6 @@ def main(args: Sequence[str] | None = None) -> int:
         usage_error(error.message)
     except (CheckpointError, ValueError, OSError) as error:
         usage_error(str(error))
-    close_ranks(group)
     return EXIT_OK
 
 
@@ -122,7 +125,7 @@ def _generate(
     config: GenerateConfig,
     parsed: Sequence[tuple[str | list[int] | list[dict[str, str]], dict[str, Any]]],
     group: RankGroup,
-) -> list[RequestOutput]:
+) -> tuple[LLM, list[RequestOutput]]:
     with progress_bar("loading weights", shown=group.rank == 0) as on_progress:
         llm = LLM.from_config(config.engine, group=group, on_progress=on_progress)
     defaults = llm.default_sampling_params()
@@ -134,7 +137,7 @@ def _generate(
             on_finished=lambda done: on_progress(done * llm.num_engines, num_mine * llm.num_engines),
         )
     llm.stop_engine()  # captured graphs hold on to the communicators that end next
-    return results
+    return llm, results
 
 
 def _entries(logprobs: Sequence[TokenLogprobs | None] | None) -> list[dict[str, Any] | None] | None:
