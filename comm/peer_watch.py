@@ -35,6 +35,8 @@ STALLED_AFTER_S = 7.0
 LATE_AFTER_S = 7.0
 CHECK_S = 2 * PULSE_S
 """Between looks at the peers."""
+PAUSE_S = 2.5
+"""Between two looks this process itself stood still, and maybe the whole host: then peers are judged from there on."""
 GONE_WAIT_S = 1.0
 """For rows that a peer sent before it went, and for news of who went when an exchange has failed."""
 MAX_WORDS_BYTES = 480
@@ -92,7 +94,7 @@ class PeerWatch:
         self._pulses = list(pulses)
         self._link = link
         self._num_exchanges = 0
-        self._checked_s = -math.inf
+        self._checked_s = self._looked_s = -math.inf
         _watches.add(self)
         weakref.finalize(self, pulse.close)  # or the thread would outlive what nobody closed
 
@@ -166,6 +168,7 @@ class PeerWatch:
 
     def begin_wait(self, now_s: float) -> None:
         """What peers did before says nothing."""
+        self._looked_s = now_s
         for pulse in self._pulses:
             if pulse is not None:
                 pulse.begin(now_s)
@@ -208,6 +211,9 @@ class PeerWatch:
         self._link.close()
 
     def _look(self, now_s: float, is_behind: Callable[[PeerPulse], bool]) -> None:
+        if now_s - self._looked_s > PAUSE_S:
+            self.begin_wait(now_s)
+        self._looked_s = now_s
         for peer, pulse in enumerate(self._pulses):
             if pulse is None:
                 continue

@@ -27,6 +27,9 @@ from moe_runtime.comm.transports import EXCHANGE_TIMEOUT_S, DispatcherName, Tran
 
 __all__ = ["TensorParallel", "check_tp", "open_tensor_parallel"]
 
+MAX_SUMMING_RANKS = 16
+"""As kernels/all_reduce_triton.py has it; named here too, for CPU machines may lack Triton."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorParallel:
@@ -205,6 +208,8 @@ def _opened(
     name, reason = found.name, found.reason
     if device is not None and device.type == "cuda":
         fault = "" if wanted == "collective" else peer_access_fault(group, device)
+        if group.size > MAX_SUMMING_RANKS and not fault:
+            fault = f"sums out of the peers' memory are for at most {MAX_SUMMING_RANKS} ranks"
         if fault and wanted == "symmetric":
             raise ValueError(f"dispatcher (symmetric) must be collective or auto here: {fault}")
         name = "collective" if fault or wanted == "collective" else "symmetric"

@@ -82,6 +82,19 @@ def test_every_group_of_the_process_is_told_and_long_words_are_cut():
     watches[0].close()
 
 
+def test_a_pause_of_all_counts_for_nobody():
+    watch = watch_of(PlayedLink())
+    watch.begin_wait(100.0)
+    for now_s in np.arange(100.5, 106.5, 0.5):
+        watch.look(now_s, lambda _: False)
+    watch.look(200.0, lambda _: False)  # the host was suspended
+    for now_s in np.arange(200.5, 206.9, 0.5):
+        watch.look(now_s, lambda _: False)
+    with pytest.raises(PeerError, match=r"rank 1 has stalled: no sign of life in 7\.0 s"):
+        watch.look(207.0, lambda _: False)
+    watch.close()
+
+
 def watched(context: RankContext, transport: DispatcherName, tp: int) -> tuple[RankGroup, RankGroup]:
     """All ranks, and this one's group of ``tp``; with short limits."""
     group = open_transport(context.group, transport).group
