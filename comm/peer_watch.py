@@ -192,13 +192,13 @@ class PeerWatch:
         return self.fault(peer, f"{self.name(peer)} has gone: it closed its link to {self.name(self.rank)}")
 
     def fault(self, peer: int, text: str) -> PeerError:
-        """The error that names a peer; every peer of this process is told."""
-        return _spread(self.first_rank + peer, text)
+        """The error that names a peer; every peer of this process is told, unless this group has been left."""
+        return self._spread(self.first_rank + peer, text)
 
     def told(self, words: bytes) -> PeerError:
         """The error that another rank found, from its last words; passed on."""
         (culprit,) = _CULPRIT.unpack_from(words)
-        return _spread(culprit, words[_CULPRIT.size :].decode(errors="replace"))
+        return self._spread(culprit, words[_CULPRIT.size :].decode(errors="replace"))
 
     def name(self, rank: int) -> str:
         """As messages call a rank of the group: by its place in the world."""
@@ -227,6 +227,13 @@ class PeerWatch:
                     f"{self.name(peer)} is late: in a step of all ranks it has done nothing for {idle_s:.1f} s",
                 )
 
+    def _spread(self, culprit: int, text: str) -> PeerError:
+        """Tell all peers of all groups, and make the error of it."""
+        words = _CULPRIT.pack(culprit) + text.encode()[: MAX_WORDS_BYTES - _CULPRIT.size]
+        for watch in list(_watches) if self in _watches else []:
+            watch._link.tell(words)
+        return PeerError(text, rank=culprit)
+
     def _completed(self, work: dist.Work, number: int, error: RuntimeError) -> None:
         """Return if the work has succeeded after all; else name the rank for which it failed, as far as it is known."""
         try:
@@ -243,14 +250,6 @@ class PeerWatch:
             reason = str(error).splitlines()[0]
             raise self.fault(behind[0], f"{self.name(behind[0])} sent nothing: {reason}") from error
         raise error
-
-
-def _spread(culprit: int, text: str) -> PeerError:
-    """Tell all peers of all groups, and make the error of it."""
-    words = _CULPRIT.pack(culprit) + text.encode()[: MAX_WORDS_BYTES - _CULPRIT.size]
-    for watch in list(_watches):
-        watch._link.tell(words)
-    return PeerError(text, rank=culprit)
 
 
 def _comes_yet(work: dist.Work) -> bool:

@@ -79,6 +79,8 @@ def test_every_group_of_the_process_is_told_and_long_words_are_cut():
     watches[1].close()
     watches[0].fault(1, "again")
     assert [len(link.told) for link in links] == [2, 1], "a closed one is not"
+    watches[1].fault(1, "called after its end")
+    assert [len(link.told) for link in links] == [2, 1], "and tells nobody"
     watches[0].close()
 
 
