@@ -34,18 +34,25 @@ _open_lock = threading.Lock()
 
 
 class Pulse:
-    """This rank's page; ``descriptor`` may be sent to peers until it is closed.
+    """This rank's page.
+
+    Args:
+        is_shared: ``descriptor`` is the page's, and may be sent to peers until it is closed. Else there is none, and
+            the words are for this process to send.
 
     Attributes:
         on_beat: Called by the thread after each beat.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_shared: bool = True) -> None:
         global _open_pulses
         self.on_beat: Callable[[], None] | None = None
-        self.descriptor = os.memfd_create("moe-runtime pulse", os.MFD_CLOEXEC)
-        os.ftruncate(self.descriptor, _NUM_BYTES)
-        self._words = _map(self.descriptor)
+        self.descriptor = -1
+        self._words = np.zeros(NUM_WORDS, dtype=np.uint64)
+        if is_shared:
+            self.descriptor = os.memfd_create("moe-runtime pulse", os.MFD_CLOEXEC)
+            os.ftruncate(self.descriptor, _NUM_BYTES)
+            self._words = _map(self.descriptor)
         self._thread = threading.get_ident()
         self._clock = time.pthread_getcpuclockid(self._thread)
         self._ended = threading.Event()

@@ -151,7 +151,7 @@ def connect_pulses(group: RankGroup, *, stalled_after_s: float = STALLED_AFTER_S
     secret, places = told[0][:SECRET_BYTES], [data[SECRET_BYTES:].decode() for data in told]
     watch: PeerWatch | None = None
     if listener is not None and all(places):
-        pulse = Pulse()
+        pulse = Pulse(is_shared=False)
         sockets: list[socket.socket | None] = [None] * group.size
         try:
             _connect_all(group.rank, listener, places, secret, sockets)
@@ -166,8 +166,6 @@ def connect_pulses(group: RankGroup, *, stalled_after_s: float = STALLED_AFTER_S
             for made in filter(None, sockets):
                 made.close()
             reason = f"{name} cannot reach the others: {error.strerror or error}"
-        finally:
-            os.close(pulse.descriptor)
     reasons = [data.decode() for data in group.all_gather_bytes(reason.encode())]
     if listener is not None:
         listener.close()

@@ -19,8 +19,8 @@ from moe_runtime.server.processes import ProcessId, end_process, this_process
 
 __all__ = ["leave_at_once", "meet_processes"]
 
-END_WAIT_S = 1.0
-"""In which a peer that can may end itself, and all others say whom they miss, before a launcher ends them."""
+END_WAIT_S = 0.5
+"""In which a peer that can may end itself, and say why."""
 
 
 def meet_processes(group: RankGroup) -> list[ProcessId]:

@@ -46,8 +46,7 @@ class PlayedLink(PeerLink):
 
 def watch_of(link: PeerLink, num_peers: int = 3, first_rank: int = 0) -> PeerWatch:
     """Rank 0's; the peers' pulses stand still."""
-    pulse = Pulse()
-    os.close(pulse.descriptor)
+    pulse = Pulse(is_shared=False)
     pulses = [None, *(PeerPulse(np.zeros(NUM_WORDS, dtype=np.uint64)) for _ in range(num_peers))]
     return PeerWatch(0, pulse, pulses, link, first_rank=first_rank)
 

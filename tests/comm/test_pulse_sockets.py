@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 import time
@@ -26,13 +25,12 @@ def pair() -> Iterator[tuple[PulseSockets, PulseSockets, Pulse, Pulse]]:
     far = socket.create_connection(listener.getsockname())
     near, _ = listener.accept()
     listener.close()
-    pulses = Pulse(), Pulse()
+    pulses = Pulse(is_shared=False), Pulse(is_shared=False)
     links = PulseSockets(pulses[0], [None, near]), PulseSockets(pulses[1], [far, None])
     yield (*links, *pulses)
     for pulse, link in zip(pulses, links, strict=True):
         pulse.close()
         link.close()
-        os.close(pulse.descriptor)
 
 
 def until(condition) -> None:

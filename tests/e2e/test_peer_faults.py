@@ -130,9 +130,8 @@ def test_the_rank_is_named_and_nobody_hangs(case: Case, transport: str, tp: int,
     said = [
         line for line in text.splitlines() if "rank " in line and ("error: " in line or "PeerError: " in line)
     ]
-    # torchrun ends the others as soon as one has ended, which here is the failing one, or nobody waits for the others.
-    at_least = 1 if case.fault == "kill" or case.program == "llm" else case.size - 1
-    assert at_least <= len([line for line in said if wanted in line]) < case.size, text[-3000:]
+    # One rank speaks for all; of a user's program those do that torchrun has not ended yet.
+    assert 1 <= len([line for line in said if wanted in line]) < case.size, text[-3000:]
     assert not [line for line in said if wanted not in line and f"rank {case.rank} " not in line], said
     assert not (tmp_path / "out.jsonl").exists()
 
