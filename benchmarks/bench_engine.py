@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument("--audit-cache", help="folder of an audit's findings, for vendor GEMMs")
     parser.add_argument("--dispatcher", default="auto")
     parser.add_argument("--loopback-ranks", type=int, default=8)
+    parser.add_argument("--tp", type=int, default=1)
     options = parser.parse_args()
     group = init_ranks("cuda")
     if group.rank > 0:
@@ -72,11 +73,13 @@ def main() -> None:
             audit_cache=options.audit_cache,
             dispatcher=options.dispatcher,
             loopback_ranks=options.loopback_ranks,
+            tp=options.tp,
             group=group,
         )
         torch.cuda.synchronize()
     result["num_ranks"] = group.size
     result["dispatcher"] = llm.transport.name
+    result["tp"], result["tp_transport"] = options.tp, llm.model.tensor_parallel.transport
     result["exchange_bytes"] = llm.model.decoder.experts.num_bytes
     result["load_s"] = time.perf_counter() - start_s
     print(
