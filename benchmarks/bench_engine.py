@@ -60,6 +60,7 @@ def parse_options(args: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--audit-cache", help="folder of an audit's findings, for vendor GEMMs")
     parser.add_argument("--dispatcher", default="auto")
     parser.add_argument("--loopback-ranks", type=int, default=8)
+    parser.add_argument("--tp", type=int, default=1)
     return parser.parse_args(args)
 
 
@@ -91,11 +92,13 @@ def main() -> None:
             audit_cache=options.audit_cache,
             dispatcher=options.dispatcher,
             loopback_ranks=options.loopback_ranks,
+            tp=options.tp,
             group=group,
         )
         _synchronize(llm)
     result["num_ranks"] = group.size
     result["dispatcher"] = llm.transport.name
+    result["tp"], result["tp_transport"] = options.tp, llm.model.tensor_parallel.transport
     if options.device == "cuda":
         result["exchange_bytes"] = llm.model.decoder.experts.num_bytes
     result["load_s"] = time.perf_counter() - start_s

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from identity_experts import identity_experts, place_rows, stop_between
@@ -23,11 +23,12 @@ from moe_runtime.comm.gpu_exchange import ExchangeSizes, GpuExchange, StepShape,
 from moe_runtime.kernels.dispatch_triton import TableSlice, TokenTable, local_slots
 from moe_runtime.kernels.experts_triton import MAX_CAPACITY
 from moe_runtime.kernels.norm_triton import combine_residual_norm, combine_residual_norm_reference
-from moe_runtime.kernels.peer_flags_triton import peer_barrier
+from moe_runtime.kernels.peer_flags_triton import BarrierControl, peer_barrier
 
-__all__ = ["EPS", "DispatchChain", "LayerRows", "bytes_out", "first_experts"]
+__all__ = ["EPS", "DispatchChain", "LayerRows", "Overwrites", "bytes_out", "first_experts"]
 
 EPS = 1e-6
+Overwrites = Literal["", "table", "slots"]
 PAUSE_TURNS = 8
 """Programs pause by turns: so many pauses a kernel."""
 
@@ -115,6 +116,10 @@ class DispatchChain:
         apart: A layer's waits are kernels of their own (``peer_barrier``), each with a pause after it, so that pauses
             also stand between the waits and what ``local_slots`` and ``combine_residual_norm`` read.
         pause: The expert kernel pauses, between the wait and its reads, and so do the kernels of ``apart``.
+        overwrites: A wrong order, to show that a test would see it; no wait before a read is left out. ``table``: the
+            next layer's rows are sent before this layer's second flags have been awaited, hence into tables that peers
+            still read. ``slots``, with ``apart``: the next layer's first flag is raised before this layer's rows are
+            read, so that peers send the next ones into these places.
         pdl: Dependent launch.
 
     Attributes:
@@ -135,8 +140,11 @@ class DispatchChain:
         place: bool = False,
         apart: bool = False,
         pause: bool = False,
+        overwrites: Overwrites = "",
         pdl: bool = False,
     ) -> None:
+        assert apart or overwrites != "slots", "the waits must be kernels of their own"
+        self.overwrites = overwrites
         device, count = rows.x.device, shape.tokens_per_rank[exchange.rank]
         self.exchange, self.sizes, self.shape, self.rows = exchange, sizes, shape, rows
         self.first_expert = tuple(first_expert)
@@ -171,7 +179,17 @@ class DispatchChain:
 
     def launch(self) -> None:
         """A whole step."""
-        self.launch_parts(self.dispatch, self.await_rows, self.run_experts, self.combine)
+        if not self.overwrites:
+            self.launch_parts(self.dispatch, self.await_rows, self.run_experts, self.combine)
+            return
+        self.exchange.begin_step(pdl=self.pdl)
+        self.dispatch(0)
+        for layer in range(self.sizes.num_layers):
+            self.await_rows(layer)
+            self.run_experts(layer)
+            if self.overwrites == "table":
+                self.dispatch_early(layer + 1)
+            self.combine(layer)
 
     def launch_parts(self, *parts: Callable[[int], None]) -> None:
         """A step of these parts of each layer; methods of this class."""
@@ -226,12 +244,23 @@ class DispatchChain:
         if self.apart:
             if flags is not None:
                 peer_barrier(flags, 2 * layer + 1, pdl=self.pdl)
+            if self.overwrites == "slots":
+                self.dispatch_early(layer + 1)
             self._stop(layer, 2)
         combine_residual_norm(
             rows, self.rows.residual[self._input(layer)], self.gain, EPS,
             self.residual[layer], self.normed[layer],
             flags=None if self.apart else flags, channel=2 * layer + 1, sources=sources, pdl=self.pdl,
         )  # fmt: skip
+
+    def dispatch_early(self, layer: int) -> None:
+        """For ``overwrites``: of a layer, if there is one, before the one before it has ended."""
+        if layer == self.sizes.num_layers:
+            return
+        self.dispatch(layer)
+        flags = self.exchange.flags
+        if self.overwrites == "slots" and flags is not None:
+            peer_barrier(flags, 2 * layer, control=BarrierControl.RAISES_ONLY, pdl=self.pdl)
 
     def await_homes(self, layer: int) -> None:
         """The second flag alone, in a kernel of its own."""

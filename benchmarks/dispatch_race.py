@@ -1,6 +1,7 @@
 """A race check of dispatch and combine: steps replayed with pauses between the waits and the reads.
 
-Pauses between kernels alone do not show that a buffer is reused too early. Every case has a control that must go wrong.
+Pauses between kernels alone do not show that a buffer is reused too early. Controls must go wrong: one reads without
+waiting, others wait before they read but write over what a slow peer still reads.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from dispatch_chain import DispatchChain, LayerRows, first_experts
+from dispatch_chain import DispatchChain, LayerRows, Overwrites, first_experts
 
 from moe_runtime.comm.gpu_exchange import ExchangeSizes, StepShape, SymmetricExchange
 from moe_runtime.comm.groups import RankGroup
@@ -31,6 +32,7 @@ class RaceCase:
         live_tokens: Tokens of every rank; all run the largest number of rows, the others inert.
         apart: See ``DispatchChain``.
         waits: Ranks wait for each other; else it must go wrong.
+        overwrites: See ``DispatchChain``; it must go wrong.
         to_first_rank: Every token is routed to experts of rank 0.
         pdl: Dependent launch.
         num_replays: Of the graph.
@@ -41,6 +43,7 @@ class RaceCase:
     live_tokens: tuple[int, ...]
     apart: bool = False
     waits: bool = True
+    overwrites: Overwrites = ""
     to_first_rank: bool = False
     pdl: bool = True
     num_replays: int = 200
@@ -84,7 +87,7 @@ def race(
     exchange.connect()
     chain = DispatchChain(
         exchange, sizes, shape, draw(-1), first_expert,
-        place=True, apart=case.apart, pause=True, pdl=case.pdl,
+        place=True, apart=case.apart, pause=True, overwrites=case.overwrites, pdl=case.pdl,
     )  # fmt: skip
     chain.num_tokens.fill_(case.live_tokens[rank])
     graph = captured(chain.launch)
@@ -94,7 +97,11 @@ def race(
     for replay in range(case.num_replays):
         chain.rows.copy_(draw(replay))
         chain.poison()
-        if case.waits:
+        if case.overwrites:  # rank 1 is slow: between the wait and the reads of its table, or of its slots
+            chain.pause_ns.zero_()
+            if rank == 1:
+                chain.pause_ns[:, 1 if case.overwrites == "table" else 2] = 2 * PAUSES_NS[-1]
+        elif case.waits:
             pauses = draw_pauses(replay, rank, size, chain.pause_ns.numel())
             chain.pause_ns.copy_(pauses.view(chain.pause_ns.shape))
         else:

@@ -11,7 +11,11 @@ import torch
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.errors import CapacityError
 
-__all__ = ["all_or_none", "first_fault"]
+__all__ = ["all_or_none", "all_or_none_together", "first_fault"]
+
+MEET_S = 5.0
+"""For ranks that have just agreed on something. Less than a rank may show no sign of life: what they meet in may be
+native code that keeps the interpreter's lock."""
 
 _Made = TypeVar("_Made")
 
@@ -61,3 +65,31 @@ def all_or_none(
     made.clear()
     gc.collect()  # a runner and its graphs refer to each other
     raise CapacityError(fault)
+
+
+def all_or_none_together(group: RankGroup, make: Callable[[float], _Made], reason: str) -> _Made:
+    """What ``make`` returns, where ranks meet in it by other means than the group's: one that fails there leaves the
+    others waiting. A collective.
+
+    Args:
+        group: The ranks.
+        make: Given how long to wait for the others, in seconds; raises ``TimeoutError`` where they do not come, or
+            ``RuntimeError``.
+        reason: What failed, for the message.
+
+    Raises:
+        ValueError: it failed somewhere, the first rank in front that did not only wait; on all ranks alike.
+    """
+    made: list[_Made] = []
+    fault = late = ""
+    try:
+        made.append(make(MEET_S))
+    except TimeoutError as error:
+        late = f"{reason} ({error})"
+    except RuntimeError as error:
+        fault = f"{reason} ({error})"
+    fault, late = first_fault(group, fault), first_fault(group, late)
+    if fault or late:
+        made.clear()
+        raise ValueError(fault or late)
+    return made[0]

@@ -33,6 +33,7 @@ __all__ = [
     "GpuExchange",
     "StepShape",
     "SymmetricExchange",
+    "flag_name",
     "rehearsal_space",
 ]
 
@@ -346,6 +347,12 @@ class SymmetricExchange(GpuExchange):
             return rows, None
         _, ids, _ = self.own_rows(shape)
         return rows, RowSources(ids=ids, first_expert=self.first_expert, partials=(self.size, 1))
+
+
+def flag_name(channel: int) -> str:
+    """What a flag of an exchange says, for messages."""
+    what = "expert rows are home" if channel % 2 else "rows are in the tables"
+    return f"that its {what} in layer {channel // 2}"
 
 
 def rehearsal_space(sizes: ExchangeSizes, rank: int, device: torch.device) -> SymmetricSpace:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from moe_runtime.comm.peer_watch import PeerWatch
 from moe_runtime.comm.shared_memory import SharedMemoryLinks
 
 __all__ = ["RankGroup"]
@@ -27,6 +28,7 @@ class RankGroup:
         process_group: torch.distributed group; None exactly when size is 1 or the default group is meant.
         first_rank: Rank in the world of the group's rank 0, by which messages name its ranks.
         links: Where given, rows travel here and not through torch.distributed; the same bits arrive.
+        watch: Names a peer that has gone, stalled or is late, where torch.distributed moves rows of the CPU too.
         local_rank: Own position among the ranks of this host; None where all ranks are on one.
         local_size: Number of ranks of this host; None where all ranks are on one.
         address: Own address, at which all ranks reach this one.
@@ -37,13 +39,21 @@ class RankGroup:
     process_group: dist.ProcessGroup | None = None
     first_rank: int = 0
     links: SharedMemoryLinks | None = field(default=None, compare=False)
+    watch: PeerWatch | None = field(default=None, compare=False)
     local_rank: int | None = field(default=None, compare=False)
     local_size: int | None = field(default=None, compare=False)
     address: str = field(default="127.0.0.1", compare=False)
 
     def step(self) -> AbstractContextManager[None]:
         """What all ranks do together, from its begin to its end: who is late in it is named within seconds."""
-        return nullcontext() if self.links is None else self.links.step()
+        return nullcontext() if self.watch is None else self.watch.step()
+
+    def close(self) -> None:
+        """End the links and the watch; torch.distributed stays."""
+        if self.links is not None:
+            self.links.close()
+        if self.watch is not None:
+            self.watch.close()
 
     def exchange(
         self, send: torch.Tensor, send_splits: Sequence[int], recv_splits: Sequence[int]
@@ -57,13 +67,21 @@ class RankGroup:
 
         Returns:
             ``[sum(recv_splits), ...]``, rows from rank 0 first.
+
+        Raises:
+            PeerError: where there are links or a watch: a peer has gone, has stalled or is late.
         """
         if self.size == 1:
             return send
         if self.links is not None:
             return self.links.exchange(send, send_splits, recv_splits)
         recv = send.new_empty((sum(recv_splits), *send.shape[1:]))
-        dist.all_to_all_single(recv, send, list(recv_splits), list(send_splits), group=self.process_group)
+        splits = list(recv_splits), list(send_splits)
+        if self.watch is None or send.device.type != "cpu":
+            dist.all_to_all_single(recv, send, *splits, group=self.process_group)
+            return recv
+        work = dist.all_to_all_single(recv, send, *splits, group=self.process_group, async_op=True)
+        self.watch.wait(work, self.process_group)
         return recv
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,9 @@
 """What a rank shows its peers while they wait for it: a page of shared words, and what a peer concludes from them.
 
 Words: beats of a thread of its own, every ``PULSE_S``; CPU time in milliseconds of the thread that made the pulse, and
-runs the rank; exchanges begun; whether it is inside one; steps begun. A process that stands still does not beat. One
-that beats, is in no exchange and whose thread takes no CPU time neither works nor waits for rows: it is late.
+runs the rank; exchanges begun; whether it is inside one, of any group of this process; steps begun. A process that
+stands still does not beat. One that beats, is in no exchange and whose thread takes no CPU time neither works nor waits
+for rows: it is late. Ranks without shared memory send the words (pulse_sockets.py).
 """
 
 from __future__ import annotations
@@ -12,39 +13,61 @@ import mmap
 import os
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["PULSE_S", "PeerPulse", "Pulse"]
+__all__ = ["NUM_WORDS", "PULSE_S", "PeerPulse", "Pulse"]
 
 PULSE_S = 0.25
 WORK_MS = 20
 """CPU time from which on a thread counts as working: far more than a sleeper needs, far less than a kernel of ours."""
 
-_BEATS, _CPU_MS, _EXCHANGES, _INSIDE, _STEPS = range(5)
-_NUM_BYTES = 8 * 5
+NUM_WORDS = 5
+_BEATS, _CPU_MS, _EXCHANGES, _INSIDE, _STEPS = range(NUM_WORDS)
+_NUM_BYTES = 8 * NUM_WORDS
+
+_open_pulses: tuple[Pulse, ...] = ()
+"""Of this process: a rank that waits in one of its groups is late in none of the others."""
+_open_lock = threading.Lock()
 
 
 class Pulse:
-    """This rank's page; ``descriptor`` may be sent to peers until it is closed."""
+    """This rank's page.
 
-    def __init__(self) -> None:
-        self.descriptor = os.memfd_create("moe-runtime pulse", os.MFD_CLOEXEC)
-        os.ftruncate(self.descriptor, _NUM_BYTES)
-        self._words = _map(self.descriptor)
-        self._clock = time.pthread_getcpuclockid(threading.get_ident())
+    Args:
+        is_shared: ``descriptor`` is the page's, and may be sent to peers until it is closed. Else there is none, and
+            the words are for this process to send.
+
+    Attributes:
+        on_beat: Called by the thread after each beat.
+    """
+
+    def __init__(self, *, is_shared: bool = True) -> None:
+        global _open_pulses
+        self.on_beat: Callable[[], None] | None = None
+        self.descriptor = -1
+        self._words = np.zeros(NUM_WORDS, dtype=np.uint64)
+        if is_shared:
+            self.descriptor = os.memfd_create("moe-runtime pulse", os.MFD_CLOEXEC)
+            os.ftruncate(self.descriptor, _NUM_BYTES)
+            self._words = _map(self.descriptor)
+        self._thread = threading.get_ident()
+        self._clock = time.pthread_getcpuclockid(self._thread)
         self._ended = threading.Event()
+        with _open_lock:
+            _open_pulses = (*_open_pulses, self)
         threading.Thread(target=self._beat, name="pulse", daemon=True).start()
 
     def begin_exchange(self, number: int) -> None:
         """The rank enters exchange ``number``, counted from 0."""
-        self._words[_INSIDE] = 1
+        self._set_inside(1)
         self._words[_EXCHANGES] = number + 1
 
     def end_exchange(self) -> None:
         """The rank goes on."""
-        self._words[_INSIDE] = 0
+        self._set_inside(0)
 
     def begin_step(self) -> None:
         """One more step."""
@@ -55,26 +78,42 @@ class Pulse:
         """Steps begun."""
         return int(self._words[_STEPS])
 
+    @property
+    def words(self) -> NDArray[np.uint64]:
+        """``[NUM_WORDS]``, as they are now."""
+        return self._words.copy()
+
     def close(self) -> None:
         """Beat no more."""
+        global _open_pulses
         self._ended.set()
+        with _open_lock:
+            _open_pulses = tuple(pulse for pulse in _open_pulses if pulse is not self)
+
+    def _set_inside(self, value: int) -> None:
+        for pulse in _open_pulses:
+            if pulse._thread == self._thread:
+                pulse._words[_INSIDE] = value
+        self._words[_INSIDE] = value
 
     def _beat(self) -> None:
         while not self._ended.wait(PULSE_S):
             with contextlib.suppress(OSError):  # the thread has ended
                 self._words[_CPU_MS] = int(1e3 * time.clock_gettime(self._clock))
             self._words[_BEATS] += 1
+            if self.on_beat is not None:
+                self.on_beat()
 
 
 class PeerPulse:
     """A peer's page, looked at now and then by a rank that waits.
 
     Args:
-        descriptor: Of the peer's page.
+        page: Descriptor of the peer's page, or ``[NUM_WORDS]`` that someone else keeps up to date.
     """
 
-    def __init__(self, descriptor: int) -> None:
-        self._words = _map(descriptor)
+    def __init__(self, page: int | NDArray[np.uint64]) -> None:
+        self._words = _map(page) if isinstance(page, int) else page
         self.begin(0.0)
 
     def begin(self, now_s: float) -> None:

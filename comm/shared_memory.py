@@ -11,9 +11,8 @@ peer rang that one after it had copied the rows of exchange n out. So two halves
 anything. A file that is outgrown is replaced by a new one, which the doorbell carries; the peer keeps its map of the
 old one until it has read it.
 
-A peer may be late because it works. Every rank has a pulse (pulse.py); a peer whose pulse stands still has stalled, one
-that has gone has closed its socket, and one that in the middle of a step neither works nor waits is late. Each ends the
-wait and is named; between steps only the first two do, for callers may come to a step when they like.
+A peer may be late because it works: peer_watch.py says which peer ends the wait. The sockets are its link; last words
+are messages with a number that no exchange has.
 
 Numerics: bits are moved, nothing is added.
 """
@@ -21,7 +20,6 @@ Numerics: bits are moved, nothing is added.
 from __future__ import annotations
 
 import contextlib
-import math
 import mmap
 import os
 import select
@@ -29,8 +27,7 @@ import socket
 import struct
 import tempfile
 import time
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,7 +36,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moe_runtime.comm.pulse import PULSE_S, PeerPulse, Pulse
+from moe_runtime.comm.peer_watch import CHECK_S, MAX_WORDS_BYTES, STALLED_AFTER_S, PeerLink, PeerWatch
+from moe_runtime.comm.pulse import PeerPulse, Pulse
 from moe_runtime.errors import PeerError
 
 if TYPE_CHECKING:
@@ -49,9 +47,9 @@ __all__ = ["SharedMemoryLinks", "connect_shared_memory", "host_id"]
 
 CONNECT_TIMEOUT_S = 30.0
 FIRST_CAPACITY = 1 << 16  # bytes of a half
-STALLED_AFTER_S = 8.0
-LATE_AFTER_S = 8.0
 _DOORBELL = struct.Struct("<QQQ")  # exchange, bytes of rows, bytes of a half
+_LAST_WORDS = struct.pack("<Q", (1 << 64) - 1)
+_MAX_MESSAGE_BYTES = len(_LAST_WORDS) + MAX_WORDS_BYTES
 _HELLO = struct.Struct("<I")
 
 
@@ -96,6 +94,39 @@ def _map(descriptor: int, capacity: int) -> NDArray[np.uint8]:
     return np.frombuffer(mmap.mmap(descriptor, 2 * capacity), dtype=np.uint8)
 
 
+class _SocketLink(PeerLink):
+    """The sockets as a watch sees them."""
+
+    def __init__(self, sockets: Sequence[socket.socket | None]) -> None:
+        self._sockets = list(sockets)
+
+    def news(self) -> Iterable[tuple[int, bytes]]:
+        """Of the first message that nobody has read: the next exchange's doorbell is none."""
+        poll = select.poll()
+        peer_of = {link.fileno(): peer for peer, link in enumerate(self._sockets) if link is not None}
+        for descriptor in peer_of:
+            if descriptor >= 0:
+                poll.register(descriptor, select.POLLIN)
+        for descriptor, _ in poll.poll(0):
+            peer = peer_of[descriptor]
+            link = self._sockets[peer]
+            assert link is not None, "it was polled"
+            words = _last_words(link)
+            if words is not None:
+                yield peer, words
+
+    def tell(self, words: bytes) -> None:
+        for link in self._sockets:
+            if link is not None:
+                with contextlib.suppress(OSError):
+                    link.send(_LAST_WORDS + words, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+
+    def close(self) -> None:
+        for link in self._sockets:
+            if link is not None:
+                link.close()
+
+
 class SharedMemoryLinks:
     """One rank's links to all others.
 
@@ -107,6 +138,9 @@ class SharedMemoryLinks:
         timeout_s: How long an exchange waits for a peer that works.
         stalled_after_s: How long for one whose pulse stands still.
         first_rank: Rank in the world of the group's rank 0, for messages.
+
+    Attributes:
+        watch: On the peers.
     """
 
     def __init__(
@@ -120,22 +154,17 @@ class SharedMemoryLinks:
         first_rank: int = 0,
     ) -> None:
         self.rank = rank
-        self.first_rank = first_rank
         self.timeout_s = timeout_s
-        self.stalled_after_s = stalled_after_s
-        self.late_after_s = LATE_AFTER_S
+        self.watch = PeerWatch(
+            rank, pulse, pulses, _SocketLink(sockets), stalled_after_s=stalled_after_s, first_rank=first_rank
+        )
         self._sockets = list(sockets)
-        self._pulses = list(pulses)
-        self._pulse = pulse
         self._outboxes = [_Outbox() for _ in sockets]
         self._inboxes = [_Inbox() for _ in sockets]
         self._num_exchanges = 0
-        self._in_step = False
-        self._checked_s = -math.inf
-        weakref.finalize(self, pulse.close)  # or the thread would outlive links that nobody closed
         for peer in self._sockets:
             if peer is not None:
-                peer.settimeout(2 * PULSE_S)
+                peer.settimeout(CHECK_S)
 
     @property
     def num_buffer_bytes(self) -> int:
@@ -157,7 +186,7 @@ class SharedMemoryLinks:
         send_ends, recv_ends = np.cumsum(send_splits), np.cumsum(recv_splits)
         number = self._num_exchanges
         self._num_exchanges += 1
-        self._pulse.begin_exchange(number)
+        turn = self.watch.begin_exchange()
         for step in range(1, size):
             peer = (self.rank + step) % size
             rows = outgoing[send_ends[peer] - send_splits[peer] : send_ends[peer]].reshape(-1)
@@ -169,71 +198,13 @@ class SharedMemoryLinks:
         for step in range(1, size):
             peer = (self.rank - step) % size
             rows = incoming[recv_ends[peer] - recv_splits[peer] : recv_ends[peer]].reshape(-1)
-            self._receive(peer, number, rows)
-        self._pulse.end_exchange()
+            self._receive(peer, number, turn, rows)
+        self.watch.end_exchange()
         return recv
-
-    @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
-        """All ranks have begun a step: until its end nobody has a reason to be late."""
-        self._pulse.begin_step()
-        self._in_step = True
-        try:
-            yield
-        finally:
-            self._in_step = False
-
-    def check_peers(self) -> None:
-        """For a rank that waits for its device, about twice a second while it does.
-
-        Raises:
-            PeerError: a peer has gone or stalled, or is late: it has begun fewer steps than this rank, and is idle.
-        """
-        now_s = time.monotonic()
-        if now_s - self._checked_s > 4 * PULSE_S:
-            self._begin_wait(now_s)
-        self._checked_s = now_s
-        poll = select.poll()
-        for link in self._sockets:
-            if link is not None:
-                poll.register(link, select.POLLIN)
-        readable = {descriptor for descriptor, _ in poll.poll(0)}
-        for peer, link in enumerate(self._sockets):
-            # What is there to read may be the next exchange's doorbell, or the end of the link.
-            if link is not None and link.fileno() in readable and _has_ended(link):
-                raise self._fault(
-                    peer, f"{self._name(peer)} has gone: it closed its link to {self._name(self.rank)}"
-                )
-        self._look(now_s, lambda pulse: pulse.num_steps < self._pulse.num_steps)
-
-    def _begin_wait(self, now_s: float) -> None:
-        for pulse in self._pulses:
-            if pulse is not None:
-                pulse.begin(now_s)
-
-    def _look(self, now_s: float, is_behind: Callable[[PeerPulse], bool]) -> None:
-        """Raise for a peer that has stalled, or is behind and idle."""
-        for peer, pulse in enumerate(self._pulses):
-            if pulse is None:
-                continue
-            pulse.look(now_s)
-            silent_s, idle_s = pulse.silent_s(now_s), pulse.idle_s(now_s)
-            if silent_s >= self.stalled_after_s:
-                raise self._fault(
-                    peer, f"{self._name(peer)} has stalled: no sign of life in {silent_s:.1f} s"
-                )
-            if idle_s >= self.late_after_s and is_behind(pulse):
-                raise self._fault(
-                    peer,
-                    f"{self._name(peer)} is late: in a step of all ranks it has done nothing for {idle_s:.1f} s",
-                )
 
     def close(self) -> None:
         """Close the sockets; peers that still wait are told at once."""
-        self._pulse.close()
-        for peer in self._sockets:
-            if peer is not None:
-                peer.close()
+        self.watch.close()
 
     def _send(self, peer: int, number: int, rows: NDArray[np.uint8]) -> None:
         link, outbox = self._sockets[peer], self._outboxes[peer]
@@ -247,65 +218,64 @@ class SharedMemoryLinks:
             else:
                 socket.send_fds(link, [message], [descriptor])
         except TimeoutError:
-            raise self._fault(
-                peer, f"{self._name(peer)} does not take the rows of {self._name(self.rank)}"
+            raise self.watch.fault(
+                peer, f"{self.watch.name(peer)} does not take the rows of {self.watch.name(self.rank)}"
             ) from None
         except OSError as error:
-            raise self._fault(peer, f"{self._name(peer)} has gone: {error.strerror}") from error
+            raise self._gone(peer) from error
         finally:
             if descriptor is not None:
                 os.close(descriptor)
 
-    def _receive(self, peer: int, number: int, rows: NDArray[np.uint8]) -> None:
+    def _receive(self, peer: int, number: int, turn: int, rows: NDArray[np.uint8]) -> None:
         link, inbox = self._sockets[peer], self._inboxes[peer]
         assert link is not None, "no rank receives from itself"
-        message, descriptors = self._wait(peer, link, number)
+        message, descriptors = self._wait(peer, link, turn)
         if not message:
-            raise self._fault(
-                peer, f"{self._name(peer)} has gone: it closed its link to {self._name(self.rank)}"
-            )
+            raise self.watch.gone(peer)
+        if message.startswith(_LAST_WORDS):
+            raise self.watch.told(message[len(_LAST_WORDS) :])
         theirs, num_bytes, capacity = _DOORBELL.unpack(message)
         for descriptor in descriptors:
             inbox.take(descriptor, capacity)
             os.close(descriptor)
         if (theirs, num_bytes) != (number, len(rows)):
-            raise self._fault(
+            raise self.watch.fault(
                 peer,
-                f"{self._name(peer)} sent {num_bytes} bytes in exchange {theirs} where {self._name(self.rank)} expects "
-                f"{len(rows)} in exchange {number}: the ranks run different steps",
+                f"{self.watch.name(peer)} sent {num_bytes} bytes in exchange {theirs} where "
+                f"{self.watch.name(self.rank)} expects {len(rows)} in exchange {number}: the ranks run different steps",
             )
         rows[:] = inbox.rows(number, num_bytes, capacity)
 
-    def _wait(self, peer: int, link: socket.socket, number: int) -> tuple[bytes, list[int]]:
-        """The peer's next doorbell, and a new file if it brings one."""
+    def _wait(self, peer: int, link: socket.socket, turn: int) -> tuple[bytes, list[int]]:
+        """The peer's next doorbell, and a new file if it brings one; or its last words."""
         start_s = time.monotonic()
         is_first = True
         while True:
             try:
-                message, descriptors, _, _ = socket.recv_fds(link, _DOORBELL.size, 1)
+                message, descriptors, _, _ = socket.recv_fds(link, _MAX_MESSAGE_BYTES, 1)
             except TimeoutError:
                 now_s = time.monotonic()
             except OSError as error:
-                raise self._fault(peer, f"{self._name(peer)} has gone: {error.strerror}") from error
+                raise self._gone(peer) from error
             else:
                 return message, descriptors
             if is_first:
-                self._begin_wait(start_s)
+                self.watch.begin_wait(start_s)
                 is_first = False
             # Not only the one waited for: it may itself wait for the one that is late.
-            self._look(now_s, lambda pulse: self._in_step and pulse.num_exchanges <= number)
+            self.watch.look(now_s, lambda pulse: pulse.num_exchanges <= turn)
             if now_s - start_s >= self.timeout_s:
-                raise self._fault(
+                raise self.watch.fault(
                     peer,
-                    f"{self._name(peer)} sent nothing to {self._name(self.rank)} in {self.timeout_s:g} s",
+                    f"{self.watch.name(peer)} sent nothing to {self.watch.name(self.rank)} in {self.timeout_s:g} s",
                 )
 
-    def _fault(self, peer: int, text: str) -> PeerError:
-        return PeerError(text, rank=self.first_rank + peer)
-
-    def _name(self, rank: int) -> str:
-        """As messages call a rank of the group: by its place in the world."""
-        return f"rank {self.first_rank + rank}"
+    def _gone(self, peer: int) -> PeerError:
+        """Of a peer whose link has failed: what it said before, if it said anything."""
+        link = self._sockets[peer]
+        words = None if link is None else _last_words(link, skips=True)
+        return self.watch.told(words) if words else self.watch.gone(peer)
 
 
 def connect_shared_memory(
@@ -405,14 +375,32 @@ def _greeting(link: socket.socket) -> tuple[int, PeerPulse]:
     return int(peer), pulse
 
 
-def _has_ended(link: socket.socket) -> bool:
-    """Of a link on which there is something to read."""
-    try:
-        return not link.recv(1, socket.MSG_PEEK)
-    except TimeoutError:
-        return False
-    except OSError:
-        return True
+def _last_words(link: socket.socket, *, skips: bool = False) -> bytes | None:
+    """What a peer said before it left, empty if it said nothing; None if the next message is another.
+
+    Args:
+        link: Where there is something to read.
+        skips: Pass over other messages, of a peer that has gone.
+    """
+    flags = socket.MSG_DONTWAIT if skips else socket.MSG_DONTWAIT | socket.MSG_PEEK
+    was_reset = False
+    while True:
+        try:
+            message = link.recv(_MAX_MESSAGE_BYTES, flags)
+        except (BlockingIOError, TimeoutError):
+            return b"" if was_reset or skips else None
+        except OSError:
+            if was_reset:
+                return b""
+            was_reset = True  # said once, by a peer that left rows unread; its own messages are still there
+            continue
+        if message.startswith(_LAST_WORDS):
+            return message[len(_LAST_WORDS) :]
+        if not message:
+            return b""
+        if not skips and not was_reset:
+            return None
+        flags = socket.MSG_DONTWAIT
 
 
 def _row_bytes(rows: torch.Tensor) -> NDArray[np.uint8]:

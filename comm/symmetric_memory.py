@@ -13,16 +13,19 @@ NVLink multicast stays off: it adds in the switch, in an order of its own, and i
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
-from moe_runtime.comm.agreement import all_or_none
+from moe_runtime.comm.agreement import all_or_none, all_or_none_together
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.shared_memory import host_id
 
@@ -105,9 +108,9 @@ class SymmetricSpace:
             advice: What to do where there is no room.
 
         Raises:
-            ValueError: the ranks are on several hosts, share a GPU or cannot reach each other's memory.
+            ValueError: the ranks are on several hosts, share a GPU or cannot reach each other's memory, or multicast
+                was not off.
             CapacityError: a rank's GPU has no room for its region.
-            RuntimeError: multicast was not off.
         """
         keep_multicast_off()
         if group.size == 1:
@@ -132,12 +135,23 @@ class SymmetricSpace:
             reason=f"no room for {num_bytes} bytes ({num_bytes / 2**30:.1f} GiB) of symmetric memory: {advice}",
             failures=(RuntimeError,),
         )
-        handle: Any = symm.rendezvous(region, process_group)
-        if handle.multicast_ptr:
-            raise RuntimeError(
-                "NVLink multicast is on: call keep_multicast_off before torch.distributed starts"
-            )
-        regions = [handle.get_buffer(peer, (num_bytes,), torch.uint8, 0) for peer in range(group.size)]
+
+        def meet(timeout_s: float) -> tuple[Any, list[torch.Tensor]]:
+            with _store_timeout(process_group, timeout_s):
+                handle: Any = symm.rendezvous(region, process_group)
+            if handle.multicast_ptr:
+                raise RuntimeError(
+                    "NVLink multicast is on: call keep_multicast_off before torch.distributed starts"
+                )
+            return handle, [
+                handle.get_buffer(peer, (num_bytes,), torch.uint8, 0) for peer in range(group.size)
+            ]
+
+        handle, regions = all_or_none_together(
+            group,
+            meet,
+            "dispatcher (symmetric) must be collective here: the ranks' GPU memory cannot be shared",
+        )
         regions[group.rank].zero_()
         torch.cuda.synchronize(device)
         group.all_gather_bytes(b"")  # nobody writes to a region that is still being cleared
@@ -248,6 +262,26 @@ def keep_multicast_off() -> None:
     Settings of the user's that say so already change nothing; no bit depends on them.
     """
     os.environ.update(MULTICAST_OFF)
+
+
+@contextlib.contextmanager
+def _store_timeout(process_group: dist.ProcessGroup, timeout_s: float) -> Iterator[None]:
+    """Limit how long the ranks of a group look for each other in its store.
+
+    Raises:
+        TimeoutError: one did not come.
+    """
+    store = distributed_c10d._get_process_group_store(process_group)
+    usual = store.timeout  # type: ignore[attr-defined]  # its stub leaves the name out
+    store.set_timeout(timedelta(seconds=timeout_s))
+    try:
+        yield
+    except dist.DistStoreError as error:
+        raise TimeoutError(
+            f"another rank did not come in {timeout_s:g} s: {str(error).splitlines()[0]}"
+        ) from error
+    finally:
+        store.set_timeout(usual)
 
 
 def _indexed(device: torch.device) -> torch.device:

@@ -22,9 +22,13 @@ import torch
 import torch.distributed as dist
 
 from moe_runtime.comm.groups import RankGroup
-from moe_runtime.comm.transports import EXCHANGE_TIMEOUT_S, DispatcherName, open_transport
+from moe_runtime.comm.symmetric_memory import peer_access_fault
+from moe_runtime.comm.transports import EXCHANGE_TIMEOUT_S, DispatcherName, TransportName, open_transport
 
 __all__ = ["TensorParallel", "check_tp", "open_tensor_parallel"]
+
+MAX_SUMMING_RANKS = 16
+"""As kernels/all_reduce_triton.py has it; named here too, for CPU machines may lack Triton."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +37,13 @@ class TensorParallel:
 
     Attributes:
         group: The t ranks.
+        transport: What moves parts of sums inside the group.
+        reason: Why that.
     """
 
     group: RankGroup = field(default_factory=RankGroup)
+    transport: TransportName = "collective"
+    reason: str = "one rank: nothing travels"
 
     @property
     def rank(self) -> int:
@@ -55,7 +63,7 @@ class TensorParallel:
     @property
     def on_device(self) -> TensorParallel:
         """The same group for tensors of GPUs: the host's links move none."""
-        return TensorParallel(group=replace(self.group, links=None))
+        return replace(self, group=replace(self.group, links=None))
 
     def bounds(self, num_features: int) -> list[int]:
         """``t + 1`` bounds of the ranks' shares of ``num_features``, as even as they can be."""
@@ -147,7 +155,12 @@ def check_tp(tp: int, world_size: int) -> None:
 
 
 def open_tensor_parallel(
-    group: RankGroup, tp: int, wanted: DispatcherName, *, timeout_s: float = EXCHANGE_TIMEOUT_S
+    group: RankGroup,
+    tp: int,
+    wanted: DispatcherName,
+    device: torch.device | None = None,
+    *,
+    timeout_s: float = EXCHANGE_TIMEOUT_S,
 ) -> TensorParallel:
     """Set up groups of ``tp`` consecutive ranks; a collective of all ranks.
 
@@ -156,6 +169,7 @@ def open_tensor_parallel(
         tp: Ranks of a group.
         wanted: What moves rows inside a group, as for ``open_transport``; where DeepEP moves experts' rows,
             the best that can be here.
+        device: Own device; the CPU by default.
         timeout_s: How long an exchange waits for a rank.
 
     Raises:
@@ -168,8 +182,8 @@ def open_tensor_parallel(
         wanted = "auto"
     if tp == group.size:
         # An exchange numbers its doorbells, so the links of the world are not shared with a group that steps apart.
-        own = RankGroup(rank=group.rank, size=tp, process_group=group.process_group)
-        return TensorParallel(group=open_transport(own, wanted, timeout_s=timeout_s).group)
+        own = RankGroup(rank=group.rank, size=tp, process_group=group.process_group, address=group.address)
+        return _opened(own, wanted, device, timeout_s)
     first_ranks = range(0, group.size, tp)
     # Every rank makes every group, in the same order: torch.distributed asks for it. The backends are those of the
     # world: gloo, and NCCL where ranks have GPUs.
@@ -181,8 +195,27 @@ def open_tensor_parallel(
         size=tp,
         process_group=groups[group.rank // tp],
         first_rank=group.rank // tp * tp,
+        address=group.address,
     )
-    return TensorParallel(group=open_transport(own, wanted, timeout_s=timeout_s).group)
+    return _opened(own, wanted, device, timeout_s)
+
+
+def _opened(
+    group: RankGroup, wanted: DispatcherName, device: torch.device | None, timeout_s: float
+) -> TensorParallel:
+    """What is not on GPUs travels between the hosts' memories; on GPUs sums have a way of their own."""
+    found = open_transport(group, wanted, timeout_s=timeout_s)
+    name, reason = found.name, found.reason
+    if device is not None and device.type == "cuda":
+        fault = "" if wanted == "collective" else peer_access_fault(group, device)
+        if group.size > MAX_SUMMING_RANKS and not fault:
+            fault = f"sums out of the peers' memory are for at most {MAX_SUMMING_RANKS} ranks"
+        if fault and wanted == "symmetric":
+            raise ValueError(f"dispatcher (symmetric) must be collective or auto here: {fault}")
+        name = "collective" if fault or wanted == "collective" else "symmetric"
+        if wanted != "collective":
+            reason = fault or "every GPU of the group reaches the memory of all others"
+    return TensorParallel(group=found.group, transport=name, reason=reason)
 
 
 def _side_by_side(flat: torch.Tensor, num_rows: int, widths: Sequence[int]) -> torch.Tensor:

@@ -13,6 +13,7 @@ import torch
 
 from moe_runtime.comm.deepep import import_deep_ep
 from moe_runtime.comm.groups import RankGroup
+from moe_runtime.comm.pulse_sockets import connect_pulses
 from moe_runtime.comm.shared_memory import connect_shared_memory
 from moe_runtime.comm.symmetric_memory import peer_access_fault, shared_gpu_fault
 
@@ -33,7 +34,7 @@ class Transport:
 
     Attributes:
         group: The ranks. Rows of CPU ranks travel through it, by links where there are some; GPU ranks use it for the
-            step vector, and links to see that a peer is alive.
+            step vector. All see by its watch that a peer is alive.
     """
 
     name: TransportName
@@ -80,14 +81,26 @@ def open_transport(
     if device is not None and device.type == "cuda":
         return _between_gpus(group, wanted, device, timeout_s, version)
     if wanted == "collective":
-        return Transport("collective", "asked for", group)
+        return Transport("collective", "asked for", _watched(group, timeout_s))
     links = connect_shared_memory(group, timeout_s)
     if not isinstance(links, str):
         reason = "asked for" if wanted == "symmetric" else "all ranks share a host's memory"
-        return Transport("symmetric", reason, replace(group, links=links))
+        return Transport("symmetric", reason, replace(group, links=links, watch=links.watch))
     if wanted == "symmetric":
         raise ValueError(f"dispatcher (symmetric) must be collective or auto here: {links}")
-    return Transport("collective", links, group)
+    return Transport("collective", links, _watched(group, timeout_s))
+
+
+def _watched(group: RankGroup, timeout_s: float) -> RankGroup:
+    """The same without links, whose ranks watch each other over TCP."""
+    watch = connect_pulses(group)
+    if not isinstance(watch, str):
+        return replace(group, links=None, watch=watch)
+    if group.rank == 0:
+        logger.warning(
+            "ranks do not watch each other (%s): one that dies is noticed after %g s", watch, timeout_s
+        )
+    return replace(group, links=None, watch=None)
 
 
 def _between_gpus(
@@ -95,11 +108,11 @@ def _between_gpus(
 ) -> Transport:
     """Rows travel on the device; the step vector through the host's shared memory where there is such."""
     links = connect_shared_memory(group, timeout_s)
-    control = group if isinstance(links, str) else replace(group, links=links)
-    if isinstance(links, str) and group.rank == 0:
-        logger.warning(
-            "no shared memory between ranks (%s): one that dies is noticed after %g s", links, timeout_s
-        )
+    control = (
+        _watched(group, timeout_s)
+        if isinstance(links, str)
+        else replace(group, links=links, watch=links.watch)
+    )
     if fault := shared_gpu_fault(group, device):
         raise ValueError(f"device (cuda) must be cpu with more ranks on a host than GPUs: {fault}")
     if wanted == "collective":

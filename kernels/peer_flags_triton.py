@@ -18,6 +18,7 @@ symmetric buffers); with them a kernel addresses every rank's memory from its ow
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 import torch
 import triton
@@ -25,7 +26,15 @@ import triton.language as tl
 
 from moe_runtime.kernels.triton_launch import INTERPRETED, launch_options, tensors_cost, wait_for_previous
 
-__all__ = ["PeerFlags", "await_flags", "count_step", "peer_barrier", "raise_flags"]
+__all__ = ["BarrierControl", "PeerFlags", "await_flags", "count_step", "peer_barrier", "raise_flags"]
+
+
+class BarrierControl(StrEnum):
+    """A wrong form of the barrier, to show that a test would see it."""
+
+    NONE = "none"
+    RAISES_ONLY = "raises_only"
+    """Waits for nobody: what peers still read may be written over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,18 +71,22 @@ def count_step(step: torch.Tensor, live: torch.Tensor, *, pdl: bool = False) -> 
     _count[(1,)](step, live, PDL=pdl, **launch_options(num_warps=1, num_stages=1, pdl=pdl))
 
 
-def peer_barrier(flags: PeerFlags, channel: int, *, pdl: bool = False) -> None:
+def peer_barrier(
+    flags: PeerFlags, channel: int, *, control: BarrierControl = BarrierControl.NONE, pdl: bool = False
+) -> None:
     """Raise a channel's flag at every rank and wait for all of theirs: what any rank's kernels before have stored, at
     any rank, can be read by the kernels after.
 
     Args:
         flags: Own flags.
         channel: Which one; used once a step.
+        control: For race tests, which must notice it.
         pdl: Dependent launch.
     """
     _barrier[(1,)](
         flags.words, flags.offsets, flags.step, channel,
-        RANK=flags.rank, SIZE=flags.size, SPIN=not INTERPRETED, PDL=pdl,
+        RANK=flags.rank, SIZE=flags.size, WAITS=control is not BarrierControl.RAISES_ONLY,
+        SPIN=not INTERPRETED, PDL=pdl,
         **launch_options(num_warps=1, num_stages=1, pdl=pdl),
     )  # fmt: skip
 
@@ -132,9 +145,11 @@ def _count(step, live, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["channel"], launch_metadata=tensors_cost("step", besides="words"))
 def _barrier(  # type: ignore[no-untyped-def]
-    words, offsets, step, channel, RANK: tl.constexpr, SIZE: tl.constexpr, SPIN: tl.constexpr, PDL: tl.constexpr
+    words, offsets, step, channel,
+    RANK: tl.constexpr, SIZE: tl.constexpr, WAITS: tl.constexpr, SPIN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(PDL)
     value = tl.load(step)
     raise_flags(words, offsets, channel, value, RANK, SIZE, SPIN)
-    await_flags(words, channel, value, SIZE, SPIN)
+    if WAITS:
+        await_flags(words, channel, value, SIZE, SPIN)

@@ -18,9 +18,10 @@ from moe_runtime.errors import CapacityError, CheckpointError, InvarianceError, 
 from moe_runtime.exit_codes import EXIT_NO_FIT, EXIT_SELF_CHECK
 from moe_runtime.launch.cli import parse_config, print_error, usage_error
 from moe_runtime.launch.distributed import close_ranks, init_ranks
-from moe_runtime.launch.leave import leave_at_once
+from moe_runtime.launch.leave import leave_at_once, meet_processes
 from moe_runtime.launch.logs import setup_logging
 from moe_runtime.launch.progress import progress_bar
+from moe_runtime.server.processes import ProcessId
 from moe_runtime.verify.checker import check
 from moe_runtime.verify.config import CheckConfig
 from moe_runtime.verify.report import CheckReport
@@ -33,9 +34,11 @@ NARROWEST_TABLE = 140
 def main(args: Sequence[str] | None = None) -> int:
     """Check, and print the table on rank 0. Returns the exit code."""
     config = parse_config(CheckConfig, args, prog="moe_runtime.check")
+    processes: list[ProcessId] = []
     try:
         group = init_ranks(config.engine.device)
         setup_logging(group.rank)
+        processes = meet_processes(group)
         with progress_bar("loading weights", shown=group.rank == 0) as on_progress:
             llm = LLM.from_config(config.engine_in_force, group=group, on_progress=on_progress)
 
@@ -50,8 +53,13 @@ def main(args: Sequence[str] | None = None) -> int:
             if not console.is_terminal:
                 console = Console(width=NARROWEST_TABLE)
             report.print_to(console)
+        if report.exit_code and group.size > 1:
+            # torchrun ends the others when it sees the first leave with an error; they are leaving with the same one.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        llm.stop_engine()  # captured graphs hold on to the communicators that end next
+        close_ranks(llm.group, llm.model.tensor_parallel)
     except PeerError as error:
-        leave_at_once(str(error))
+        leave_at_once(error, processes)
     except InvarianceError as error:
         print_error(str(error))
         return EXIT_SELF_CHECK
@@ -60,9 +68,4 @@ def main(args: Sequence[str] | None = None) -> int:
         return EXIT_NO_FIT
     except (CheckpointError, ValueError, OSError) as error:
         usage_error(str(error))
-    if report.exit_code and group.size > 1:
-        # torchrun ends the other ranks when it sees the first leave with an error; they are leaving with the same one.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    llm.stop_engine()  # captured graphs hold on to the communicators that end next
-    close_ranks(group)
     return int(report.exit_code)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -83,10 +84,10 @@ def close_ranks(group: RankGroup, tensor_parallel: TensorParallel | None = None)
         tensor_parallel: This rank's group among them, whose links end too.
     """
     if group.size > 1:
-        dist.barrier()
-        for links in (group.links, None if tensor_parallel is None else tensor_parallel.group.links):
-            if links is not None:
-                links.close()
+        replace(group, links=None).all_gather_bytes(b"")
+        group.close()
+        if tensor_parallel is not None:
+            tensor_parallel.group.close()
         dist.destroy_process_group()
 
 

@@ -27,9 +27,10 @@ from moe_runtime.errors import CapacityError, CheckpointError, InvalidRequestErr
 from moe_runtime.exit_codes import EXIT_NO_FIT, EXIT_OK, EXIT_SELF_CHECK
 from moe_runtime.launch.cli import parse_config, print_error, usage_error
 from moe_runtime.launch.distributed import close_ranks, init_ranks
-from moe_runtime.launch.leave import leave_at_once
+from moe_runtime.launch.leave import leave_at_once, meet_processes
 from moe_runtime.launch.logs import setup_logging
 from moe_runtime.launch.progress import progress_bar
+from moe_runtime.server.processes import ProcessId
 
 __all__ = ["main", "open_output", "parse_line", "prompt_of", "read_lines", "result_line", "run_offline"]
 
@@ -40,21 +41,22 @@ def main(args: Sequence[str] | None = None) -> int:
     """Generate for every line of the input. Returns the exit code."""
     config = parse_config(GenerateConfig, args, prog="moe_runtime.generate")
 
-    def run(group: RankGroup) -> None:
+    def run(group: RankGroup) -> LLM:
         lines = read_lines(config.input)
         parsed = [parse_line(line, number) for number, line in enumerate(lines, 1) if line.strip()]
         with contextlib.ExitStack() as stack:
             output = stack.enter_context(open_output(config.output)) if group.rank == 0 else None
-            results = _generate(config, parsed, group)
+            llm, results = _generate(config, parsed, group)
             if output is not None:
                 output.write(b"".join(result_line(result) + b"\n" for result in results))
                 output.flush()
+        return llm
 
     return run_offline(config.engine.device, config.input, config.output, run)
 
 
 def run_offline(
-    device: Literal["auto", "cpu", "cuda"], source: Path, target: Path, run: Callable[[RankGroup], None]
+    device: Literal["auto", "cpu", "cuda"], source: Path, target: Path, run: Callable[[RankGroup], LLM]
 ) -> int:
     """Run a program that reads a file and writes another, on all ranks. Returns the exit code.
 
@@ -62,15 +64,18 @@ def run_offline(
         device: ``EngineConfig.device``.
         source: What it reads.
         target: What it writes; another file.
-        run: The program; told this rank's group.
+        run: The program; told this rank's group, and gives the stopped engine it made.
     """
+    processes: list[ProcessId] = []
     try:
         _check_distinct(source, target)
         group = init_ranks(device)
         setup_logging(group.rank)
-        run(group)
+        processes = meet_processes(group)
+        llm = run(group)
+        close_ranks(llm.group, llm.model.tensor_parallel)
     except PeerError as error:
-        leave_at_once(str(error))
+        leave_at_once(error, processes)
     except InvarianceError as error:
         print_error(str(error))
         return EXIT_SELF_CHECK
@@ -81,7 +86,6 @@ def run_offline(
         usage_error(error.message)
     except (CheckpointError, ValueError, OSError) as error:
         usage_error(str(error))
-    close_ranks(group)
     return EXIT_OK
 
 
@@ -140,7 +144,7 @@ def _generate(
     config: GenerateConfig,
     parsed: Sequence[tuple[str | list[int] | list[dict[str, str]], dict[str, Any]]],
     group: RankGroup,
-) -> list[RequestOutput]:
+) -> tuple[LLM, list[RequestOutput]]:
     with progress_bar("loading weights", shown=group.rank == 0) as on_progress:
         llm = LLM.from_config(config.engine, group=group, on_progress=on_progress)
     defaults = llm.default_sampling_params()
@@ -152,7 +156,7 @@ def _generate(
             on_finished=lambda done: on_progress(done * llm.num_engines, num_mine * llm.num_engines),
         )
     llm.stop_engine()  # captured graphs hold on to the communicators that end next
-    return results
+    return llm, results
 
 
 def _entries(logprobs: Sequence[TokenLogprobs | None] | None) -> list[dict[str, Any] | None] | None:

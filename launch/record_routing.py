@@ -31,7 +31,7 @@ def main(args: Sequence[str] | None = None) -> int:
     """Record every line of the input. Returns the exit code."""
     config = parse_config(RecordRoutingConfig, args, prog="moe_runtime.record_routing")
 
-    def run(group: RankGroup) -> None:
+    def run(group: RankGroup) -> LLM:
         parsed = _parsed(config)
         with contextlib.ExitStack() as stack:
             output = stack.enter_context(open_output(config.output)) if group.rank == 0 else None
@@ -48,6 +48,7 @@ def main(args: Sequence[str] | None = None) -> int:
                 output.flush()
                 logger.info("recorded %d tokens of %d choices", writer.num_tokens, writer.num_records)
             llm.stop_engine()  # captured graphs hold on to the communicators that end next
+        return llm
 
     return run_offline(config.engine.device, config.input, config.output, run)
 

@@ -37,7 +37,7 @@ from moe_runtime.engine.model_loader import (
 )
 from moe_runtime.engine.open_mover import open_mover
 from moe_runtime.eplb.placement_file import placement_to_json
-from moe_runtime.errors import CapacityError, CheckpointError, InvarianceError
+from moe_runtime.errors import CapacityError, InvarianceError
 from moe_runtime.exit_codes import (
     EXIT_FAULT,
     EXIT_NO_FIT,
@@ -100,7 +100,7 @@ def _main(args: Sequence[str] | None, error_file: ErrorFile) -> int:
     try:
         transport = open_transport(group, config.engine.dispatcher, plan.device)
         group = transport.group
-        tensor_parallel = open_tensor_parallel(group, config.engine.tp, config.engine.dispatcher)
+        tensor_parallel = open_tensor_parallel(group, config.engine.tp, config.engine.dispatcher, plan.device)
         deployment = plan_deployment(plan, config.engine, group, transport.name)
     except (ValueError, CapacityError) as error:  # on every rank alike
         does_not_fit = isinstance(error, CapacityError)
@@ -220,6 +220,8 @@ def _serve(
     group = transport.group
     if group.rank == 0:
         logger.info("dispatcher %s: %s", transport.name, transport.reason)
+        if tensor_parallel.size > 1:
+            logger.info("tensor parallelism %s: %s", tensor_parallel.transport, tensor_parallel.reason)
     try:
         all_or_none(group, lambda: _check_memory(plan, deployment.num_kv_blocks, group, config.engine.tp))
         with progress_bar("loading weights", shown=group.rank == 0) as on_progress:
@@ -234,7 +236,7 @@ def _serve(
         mover = open_mover(model, config.engine, group)
         with progress_bar("capturing graphs", shown=group.rank == 0) as on_capture:
             engine = start_engine(model, deployment, config.engine, group, on_capture=on_capture, mover=mover)
-    except CheckpointError as error:
+    except ValueError as error:  # CheckpointError is one
         usage_error(str(error))
     except InvarianceError as error:
         print_error(str(error))
@@ -252,6 +254,8 @@ def _serve(
         "device": _device_name(plan.device),
         "dispatcher": transport.name,
         "dispatcher_reason": transport.reason,
+        "tp_transport": tensor_parallel.transport,
+        "tp_transport_reason": tensor_parallel.reason,
         "rearrangement_spare_bytes": 0 if mover is None else mover.spare_bytes,
         "exchange_buffer_bytes": exchange_buffer_bytes(model, group),
         "num_self_check_comparisons": model.audit.num_comparisons,

@@ -122,7 +122,7 @@ def exchange_buffer_bytes(model: LoadedModel, group: RankGroup) -> int:
     exchange so far."""
     if isinstance(model.decoder, Decoder):
         return 0 if group.links is None else group.links.num_buffer_bytes
-    return model.decoder.experts.num_bytes
+    return model.decoder.experts.num_bytes + model.decoder.shard_sum.num_bytes
 
 
 def _runner(
@@ -150,7 +150,7 @@ def _runner(
             config.max_num_seqs,
             plan.max_model_len,
             use_graphs=not config.enforce_eager and decoder.experts.capturable,
-            check_peers=None if group.links is None else group.links.check_peers,
+            check_peers=None if group.watch is None else group.watch.check_peers,
             timeout_s=EXCHANGE_TIMEOUT_S if group.size > 1 else None,
             load_window_steps=config.load_window_steps,
         )

@@ -79,7 +79,7 @@ class CudaRunner(Runner):
         # The ranks of a group run what its first one plans, token ids included.
         self.overlaps = decoder.tensor_parallel.size == 1
         self.device = decoder.device
-        self._wait_limits = (check_peers, timeout_s)
+        self._wait_limits = (check_peers, timeout_s, decoder.waits_for)
         shape = (num_kv_blocks, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
         self.kv_caches = [
             (
@@ -92,9 +92,7 @@ class CudaRunner(Runner):
         self.largest_decode = min(MAX_DECODE_ROWS, max(max_num_seqs, 1))
         self._slots = _SequenceSlots(2 * max_num_seqs)
         self.last_token = torch.zeros(2 * max_num_seqs, dtype=torch.int32, device=self.device)
-        self._inputs = InputRing(
-            MAX_DECODE_ROWS * (3 + self.max_blocks) + 1, self.device, check_peers, timeout_s
-        )
+        self._inputs = InputRing(MAX_DECODE_ROWS * (3 + self.max_blocks) + 1, self.device, *self._wait_limits)
         self._decode_inputs = torch.zeros(
             MAX_DECODE_ROWS * (3 + self.max_blocks) + 1, dtype=torch.int32, device=self.device
         )

@@ -24,10 +24,15 @@ class InputRing:
     """Pinned host buffers, taken in turn, so that a copy under way is never written over."""
 
     def __init__(
-        self, size: int, device: torch.device, check: Callable[[], None] | None, timeout_s: float | None
+        self,
+        size: int,
+        device: torch.device,
+        check: Callable[[], None] | None,
+        timeout_s: float | None,
+        why: Callable[[], tuple[str, int | None]] | None = None,
     ) -> None:
         self._device = device
-        self._wait_limits = (check, timeout_s)  # a copy waits for the steps before it
+        self._wait_limits = (check, timeout_s, why)  # a copy waits for the steps before it
         self._buffers = [self._make(size) for _ in range(NUM_INPUT_SETS)]
         self._copied: list[DeviceEvent | None] = [None] * NUM_INPUT_SETS
         self._turn = 0
@@ -61,8 +66,18 @@ class DeviceEvent:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
-    def wait(self, check: Callable[[], None] | None = None, timeout_s: float | None = None) -> None:
+    def wait(
+        self,
+        check: Callable[[], None] | None = None,
+        timeout_s: float | None = None,
+        why: Callable[[], tuple[str, int | None]] | None = None,
+    ) -> None:
         """Wait; a check is made now and then, and ends the wait by raising.
+
+        Args:
+            check: Raises what it finds.
+            timeout_s: Of the wait.
+            why: After it, says what the device waits for, and for which rank.
 
         Raises:
             PeerError: the device has not come here in ``timeout_s``.
@@ -79,8 +94,11 @@ class DeviceEvent:
                 check()
                 check_s = now_s
             if timeout_s is not None and now_s - start_s >= timeout_s:
+                reason, rank = ("", None) if why is None else why()
                 raise PeerError(
-                    f"the GPU's step has not ended in {timeout_s:g} s: another rank has gone or is late"
+                    f"the GPU's step has not ended in {timeout_s:g} s: "
+                    f"{reason or 'another rank has gone or is late'}",
+                    rank=rank,
                 )
             if now_s - start_s >= SPIN_S:
                 time.sleep(SLEEP_S)

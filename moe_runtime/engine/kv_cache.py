@@ -101,6 +101,8 @@ def gpu_num_blocks(
     from moe_runtime.engine.gpu_experts import exchange_sizes
     from moe_runtime.kernels.attention_triton import decode_workspace_bytes
     from moe_runtime.layers.cuda_decoder import max_split_rows
+    from moe_runtime.layers.row_parallel import adds_shards
+    from moe_runtime.layers.shard_sum import shard_sum_bytes
 
     buffer_bytes += config.max_num_batched_tokens * len(model.moe_layer_ids) * model.num_experts_per_tok * 2
 
@@ -117,6 +119,10 @@ def gpu_num_blocks(
         )
         buffer_bytes += NCCL_BYTES
         rows = min(num_ranks * rows, MAX_SLICE)
+    if adds_shards(config.tp, config.invariance):
+        buffer_bytes += shard_sum_bytes(
+            config.tp, model.hidden_size, model.num_layers, config.max_num_batched_tokens, plan.torch_dtype
+        )
     if plan.multiple_reduction.enabled:
         # Slots before they are added; virtual ranks have rows of their own.
         pair_items += model.hidden_size * (config.loopback_ranks if transport == "loopback" else 1)

@@ -117,7 +117,9 @@ class LLM:
             logger.info("%s", plan.multiple_reduction)
         self.transport = open_transport(self.group, self.config.dispatcher, plan.device)
         self.group = self.transport.group
-        tensor_parallel = open_tensor_parallel(self.group, self.config.tp, self.config.dispatcher)
+        tensor_parallel = open_tensor_parallel(
+            self.group, self.config.tp, self.config.dispatcher, plan.device
+        )
         # On a GPU, from what is free before the weights.
         deployment = plan_deployment(plan, self.config, self.group, self.transport.name)
         self.model: LoadedModel = load_model(
@@ -187,9 +189,8 @@ class LLM:
             self._mover.close()
         # Nobody's links end while another rank still takes rows from them.
         replace(self.group, links=None).all_gather(torch.zeros(1))
-        for links in (self.group.links, self.model.tensor_parallel.group.links):
-            if links is not None:
-                links.close()
+        for group in (self.group, self.model.tensor_parallel.group):
+            group.close()
 
     def _start_engine(self, deployment: Deployment) -> None:
         self.deployment = deployment

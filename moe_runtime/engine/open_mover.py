@@ -60,10 +60,12 @@ def open_mover(model: LoadedModel, config: EngineConfig, group: RankGroup) -> Ex
     own = RankGroup()
     first_expert: Sequence[int] = (0, plan.placement.num_physical_experts)
     if group.size > 1:
-        # By gloo alone: nothing of a move may stand beside a step on a GPU.
+        # By gloo alone: nothing of a move may stand beside a step on a GPU. Its thread waits beside that of the steps,
+        # which names a rank that has gone.
         own = replace(
             group,
             links=None,
+            watch=None,
             process_group=dist.new_group(timeout=timedelta(seconds=TRANSFER_TIMEOUT_S), backend="gloo"),
         )
         first_expert = plan.placement.first_expert

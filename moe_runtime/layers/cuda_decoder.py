@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from moe_runtime.comm.agreement import all_or_none
-from moe_runtime.comm.all_reduce import all_reduce
 from moe_runtime.comm.collective_exchange import rehearsal_group
 from moe_runtime.comm.gpu_exchange import StepShape
 from moe_runtime.comm.groups import RankGroup
@@ -44,6 +43,7 @@ from moe_runtime.layers.cuda_experts import Experts, LocalExperts
 from moe_runtime.layers.cuda_layer import CudaLayer, ExpertReader
 from moe_runtime.layers.rotary import RotaryTable
 from moe_runtime.layers.row_parallel import Level, adds_shards
+from moe_runtime.layers.shard_sum import ShardSum, open_shard_sum
 from moe_runtime.models.head_shard import head_shard
 from moe_runtime.models.model_config import ModelConfig
 
@@ -119,6 +119,7 @@ class CudaDecoder:
         pdl: Launch kernels dependent on the one before; a schedule.
         schedules: Decides the schedule of every launch.
         experts: The experts' half of every layer.
+        shard_sum: Adds the group's parts of o_proj.
         expert_counts: ``[num_moe_layers, num_experts]`` int64, pairs of rows at home here since start.
         tensor_parallel: The ranks that share the attention; ``heads`` are this one's, ``local`` is the model as far as
             its attention goes.
@@ -210,6 +211,7 @@ class CudaDecoder:
         self._make_experts = make_experts or self._all_local
         self.buffers: Buffers
         self.experts: Experts
+        self.shard_sum: ShardSum
         self.max_rows = 0
         self.expert_counts = torch.zeros(
             len(config.moe_layer_ids), config.num_experts, dtype=torch.int64, device=device
@@ -225,18 +227,26 @@ class CudaDecoder:
 
     def _make_buffers(self, max_rows: int) -> None:
         if self.max_rows:
-            del self.buffers, self.experts  # their memory makes room for the next ones
+            del self.buffers, self.experts, self.shard_sum  # their memory makes room for the next ones
         self.max_rows = 0
         try:
             # First what is a collective: a rank without room for the rest must not be missed there.
             experts = self._make_experts(max_rows)
+            shard_sum = all_or_none(
+                self._group, lambda: self._open_shard_sum(max_rows), failures=(CapacityError, ValueError)
+            )
             arguments = self.local, max_rows, self.dtype, self.device
             self.buffers = all_or_none(self._group, lambda: Buffers(*arguments))
-            self.experts, self.max_rows = experts, max_rows
+            self.experts, self.shard_sum, self.max_rows = experts, shard_sum, max_rows
             return
         except (CapacityError, torch.OutOfMemoryError) as error:
             message = f"no room for steps of {max_rows} tokens: lower max_num_batched_tokens ({error})"
         raise CapacityError(message)  # out of reach of the error that holds on to what was taken
+
+    def _open_shard_sum(self, max_rows: int) -> ShardSum:
+        tp = self.tensor_parallel if self.adds_shards else TensorParallel()  # where no parts are added
+        sizes = self.config.hidden_size, self.config.num_layers, max_rows, MAX_DECODE_ROWS
+        return open_shard_sum(tp, *sizes, self.dtype, self.device)
 
     def reserve_rows(self, max_rows: int, *, exactly: bool = False) -> None:
         """Have room for steps of ``max_rows`` tokens; graphs captured before are of no use then. A collective of ranks,
@@ -285,8 +295,10 @@ class CudaDecoder:
         o_proj = table.dense_parts(m, hidden, query, PARTS["row"])
         experts = self.experts.rehearsal() if rehearse else self.experts
         tp = self._alone if rehearse else self.tensor_parallel
+        sums = self.shard_sum.rehearsal() if rehearse else self.shard_sum
         shape = StepShape.of_bucket(-(-m // tp.size), experts.num_processes)
         experts.begin_step(pdl=False)
+        sums.begin_step()
         self._embed(token_ids, b, tp)
         for layer, next_norm, (k_cache, v_cache) in zip(self.layers, self.next_norms, kv_caches, strict=True):
             self._gemm(b.normed, layer.qkv, b.qkv, bias=layer.qkv_bias)
@@ -296,11 +308,12 @@ class CudaDecoder:
                 window=layer.window, workspace=self.workspace, schedule=attention, pdl=pdl,
             )  # fmt: skip
             if tp.size > 1:
-                branch, bias = self._row_parallel(b, layer, tp)[:, None], layer.o_bias
+                branch, bias = self._row_parallel(b, layer, tp, sums)[:, None], layer.o_bias
             else:
                 dense_gemm_parts(b.attention, layer.o_proj, b.parts, schedule=o_proj, pdl=pdl)
                 branch, bias = b.parts, layer.o_bias
             self._experts(layer, next_norm, b, branch, bias, shape, num_tokens, experts, tp)
+        sums.end_step()
         self._logits(b.normed, logits, tp)
         self._count(shape, experts)
 
@@ -311,6 +324,7 @@ class CudaDecoder:
         pdl, table = self.pdl, self.schedules
         shape, experts, tp = step.shape, self.experts, self.tensor_parallel
         experts.begin_step(pdl=False)
+        self.shard_sum.begin_step()
         if num_tokens == 0:
             for layer, next_norm in zip(self.layers, self.next_norms, strict=True):
                 experts.run(
@@ -339,13 +353,23 @@ class CudaDecoder:
                     window=layer.window, schedule=part.schedule, pdl=pdl,
                 )  # fmt: skip
             if tp.size > 1:
-                branch, bias = self._row_parallel(b, layer, tp), layer.o_bias
+                branch, bias = self._row_parallel(b, layer, tp, self.shard_sum), layer.o_bias
             else:
                 self._gemm(b.attention, layer.o_proj, b.branch, parts=PARTS["row"], bias=layer.o_bias)
                 branch, bias = b.branch, None
             self._experts(layer, next_norm, b, branch[:, None], bias, shape, step.num_tokens, experts, tp)
+        self.shard_sum.end_step()
         self._count(shape, experts)
         return b.normed
+
+    def waits_for(self) -> tuple[str, int | None]:
+        """What the step under way waits for, and for which rank of the world; nothing where there are no flags."""
+        readers = [flags for flags in (self.shard_sum.flags, self.experts.flags) if flags is not None]
+        for reader in readers:
+            reason, rank = reader.reason()
+            if reason:
+                return reason, rank
+        return "no other rank's flag is missing, so this GPU itself does not go on" if readers else "", None
 
     def _embed(self, token_ids: torch.Tensor, b: Rows, tp: TensorParallel) -> None:
         """The tokens' rows and their first norm; exact copies, whichever rank of the group holds a row."""
@@ -363,13 +387,13 @@ class CudaDecoder:
         b.residual.copy_(gathered[owner, rows])
         rms_norm(b.residual, norm, eps, b.normed)
 
-    def _row_parallel(self, b: Rows, layer: CudaLayer, tp: TensorParallel) -> torch.Tensor:
+    def _row_parallel(self, b: Rows, layer: CudaLayer, tp: TensorParallel, sums: ShardSum) -> torch.Tensor:
         """``[M, hidden]`` of o_proj over the group, rounded; layers/row_parallel.py states the tree."""
         m, hidden = b.attention.shape[0], self.config.hidden_size
         if self.adds_shards:
-            part = torch.empty(m, hidden, dtype=torch.float32, device=self.device)
-            self._gemm(b.attention, layer.o_proj, part)
-            return all_reduce(part, tp.group, self.dtype)
+            part = sums.part(m)
+            self._gemm(b.attention, layer.o_proj, part, room=sums.room(part))
+            return sums.total(part)
         whole = tp.gather_columns(b.attention, [b.attention.shape[1]] * tp.size)
         own = torch.empty(m, layer.o_proj.shape[0], dtype=self.dtype, device=self.device)
         self._gemm(whole, layer.o_proj, own, parts=PARTS["row"])
@@ -430,14 +454,16 @@ class CudaDecoder:
         *,
         parts: int = 1,
         bias: torch.Tensor | None = None,
+        room: int | None = None,
     ) -> None:
         """``dense_gemm``; without a bias the vendor's, at the next row count that an audit allows, on rows of the same
-        buffers."""
+        buffers; ``room`` is that of ``out`` where its storage has others behind it."""
         m, (n, k) = x.shape[0], w.shape
         if bias is None:
             vendor = self.schedules.vendor(
-                m, n, k, parts, float32_out=out.dtype == torch.float32, max_rows=min(room_of(x), room_of(out))
-            )
+                m, n, k, parts, float32_out=out.dtype == torch.float32,
+                max_rows=min(room_of(x), room_of(out) if room is None else room),
+            )  # fmt: skip
             if vendor is not None:
                 vendor_gemm(rows_of(x, vendor.rows), w, rows_of(out, vendor.rows), parts=parts)
                 return

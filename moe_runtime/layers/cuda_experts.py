@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moe_runtime.comm.flag_report import FlagReader
 from moe_runtime.comm.gpu_exchange import StepShape
 from moe_runtime.kernels.dispatch_triton import RowHomes, TableSlice
 from moe_runtime.kernels.experts_triton import MAX_CAPACITY, ExpertSchedules, down, gate_up
@@ -121,6 +122,8 @@ class Experts(ABC):
     """Whether a step can be captured in a CUDA graph: nothing in it waits for the host."""
     num_bytes: int = 0
     """Of the buffers that rows travel through."""
+    flags: FlagReader | None = None
+    """Tells whom a step waits for; None where no flags are."""
 
     def begin_step(self, *, pdl: bool) -> None:  # noqa: B027  # most have nothing to do
         """Before the first layer of a step."""

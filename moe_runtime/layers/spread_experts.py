@@ -19,7 +19,8 @@ from dataclasses import replace
 
 import torch
 
-from moe_runtime.comm.gpu_exchange import MAX_SLICE, GpuExchange, StepShape, SymmetricExchange
+from moe_runtime.comm.flag_report import FlagReader
+from moe_runtime.comm.gpu_exchange import MAX_SLICE, GpuExchange, StepShape, SymmetricExchange, flag_name
 from moe_runtime.kernels.dispatch_triton import TableSlice, TokenTable, dispatch_rows, local_slots
 from moe_runtime.kernels.experts_triton import MAX_CAPACITY, ExpertSchedules
 from moe_runtime.kernels.gpu_schedules import GpuSchedules
@@ -62,6 +63,8 @@ class SpreadExperts(Experts):
         self.expert_offset = first_expert[exchange.rank]
         self.num_local_experts = first_expert[exchange.rank + 1] - self.expert_offset
         self.num_processes, self.num_bytes = exchange.size, exchange.num_bytes
+        if exchange.flags is not None:
+            self.flags = FlagReader(exchange.flags, flag_name)
         self._scratch = ExpertScratch(
             config, schedules, min(exchange.size * max_rows, MAX_SLICE), dtype, device
         )

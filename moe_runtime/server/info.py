@@ -17,6 +17,8 @@ from moe_runtime.server.rank_rows import rank_rows
 
 __all__ = ["info_router"]
 
+SHARED_NAMES = ("dispatcher", "dispatcher_reason", "tp_transport", "tp_transport_reason")
+
 
 def info_router(context: Context) -> APIRouter:
     """The endpoints."""
@@ -62,7 +64,7 @@ def _server_info(context: Context) -> dict[str, Any]:
     shared = client.ranks[0].info if 0 in client.ranks else {}
     return {
         **config.info,
-        **{name: shared[name] for name in ("dispatcher", "dispatcher_reason") if name in shared},
+        **{name: shared[name] for name in SHARED_NAMES if name in shared},
         "version": moe_runtime.__version__,
         "phase": client.phase.value,
         "served_model_name": config.served_model_name,

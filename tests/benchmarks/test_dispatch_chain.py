@@ -138,6 +138,55 @@ def test_control_rows_of_the_layer_before_are_seen(form):
     assert made[0].wrong_layers() == [2]
 
 
+@pytest.mark.parametrize("is_early", [False, True])
+def test_control_rows_sent_before_a_slow_peer_has_read_its_table_go_wrong(is_early):
+    """Rank 1 is slow: it reads its table after rank 0 has gone on to the next layer."""
+    quick, slow = made = make_chains(2, 3, place=True, overwrites="table")
+    for chain in made:
+        chain.dispatch(0)
+    for chain in made:
+        chain.await_rows(0)
+    quick.run_experts(0)
+    if is_early:
+        quick.dispatch_early(1)
+    slow.run_experts(0)
+    for chain in made:
+        chain.combine(0)
+    assert (0 in quick.wrong_layers()) == is_early
+    assert 0 not in slow.wrong_layers(), "nobody wrote into the quick rank's table"
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_control_a_flag_raised_before_the_slots_are_read_goes_wrong(is_early):
+    """Rank 1 is slow: it adds its rows after rank 0 has sent those of the next layer, as an early flag lets it."""
+    options = {"apart": True, "pause": True, "overwrites": "slots"} if is_early else {"apart": True}
+    quick, slow = made = make_chains(2, 3, place=True, **options)
+    for part in ("dispatch", "await_rows", "run_experts"):
+        for chain in made:
+            getattr(chain, part)(0)
+    read, steps = slow.combine, []
+
+    def read_late(layer: int) -> None:
+        """Between the slow rank's wait and its reads."""
+        if is_early:
+            quick.combine(0)
+            quick.await_rows(1)
+            quick.run_experts(1)
+        steps.append(layer)
+
+    slow._stop = lambda layer, which: read_late(layer)
+    read(0)
+    assert steps == [0]
+    assert (0 in slow.wrong_layers()) == is_early
+
+
+@pytest.mark.parametrize("overwrites", ["table", "slots"])
+def test_the_wrong_orders_are_right_where_nobody_is_slow(overwrites):
+    (alone,) = make_chains(1, 3, place=True, apart=True, overwrites=overwrites)
+    alone.launch()
+    assert alone.wrong_layers() == []
+
+
 def test_sums_per_rank_are_other_bits_than_slots_in_order():
     sizes = make_sizes(2, 40)
     rows = chains.LayerRows.draw(sizes, 40, range(NUM_EXPERTS), 0, DEVICE)

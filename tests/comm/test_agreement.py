@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from moe_runtime.comm.agreement import all_or_none, first_fault
+from moe_runtime.comm.agreement import all_or_none, all_or_none_together, first_fault
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.errors import CapacityError
 from tests.ranks import RankContext
@@ -68,3 +68,27 @@ def test_what_is_no_lack_of_room_is_raised_as_it_is():
         all_or_none(RankGroup(), make)
     with pytest.raises(CapacityError, match=r"^MemoryError$"):
         all_or_none(RankGroup(), lambda: (_ for _ in ()).throw(MemoryError()), failures=(MemoryError,))
+
+
+def meet(context: RankContext, failing: int | None) -> tuple[str, int]:
+    """Ranks meet by other means; one fails, so the others wait in vain."""
+
+    def make(timeout_s: float) -> str:
+        assert timeout_s > 0
+        if context.rank == failing:
+            raise RuntimeError("no handle")
+        if failing is not None:
+            raise TimeoutError("another rank did not come")
+        return "met"
+
+    try:
+        outcome = all_or_none_together(context.group, make, "memory cannot be shared")
+    except ValueError as error:
+        outcome = str(error)
+    return outcome, int(context.group.all_gather(torch.tensor(context.rank)).sum())
+
+
+def test_the_rank_that_failed_is_named_and_not_those_that_waited_for_it(ranks):
+    assert ranks(3, meet, None) == [("met", 3)] * 3
+    assert ranks(3, meet, 2) == [("rank 2: memory cannot be shared (no handle)", 3)] * 3
+    assert ranks(3, meet, 7) == [("rank 0: memory cannot be shared (another rank did not come)", 3)] * 3

@@ -20,6 +20,7 @@ from moe_runtime.comm.deepep import (
     prove_sums,
 )
 from moe_runtime.comm.groups import RankGroup
+from moe_runtime.comm.loopback import LoopbackDispatcher
 from moe_runtime.comm.multiple_reduction import MultipleReduction, resolve_multiple_reduction
 from moe_runtime.comm.sum_check import partial_sums
 from moe_runtime.engine.llm import LLM
@@ -35,6 +36,7 @@ from tests.comm.test_collective import HIDDEN, WIDTH, Case, oracle_rows, spread
 from tests.ranks import RankContext
 
 MOST = 16
+GPU_HIDDEN = 2048
 WORLD_SIZES = [1, 2, 3, 4]
 OFF = MultipleReduction(False, "")
 
@@ -71,26 +73,68 @@ def dispatcher_for(context: RankContext, kind: str, first_expert, hidden: int):
     return DeepEPDispatcher(buffer, context.rank, first_expert, MOST, presums=kind == "presums")
 
 
-def run_cases(context: RankContext, all_cases: list[Case], kind: str) -> list[torch.Tensor]:
-    """This rank's sums, or fp32 accumulators where the rows come home by themselves."""
-    results = []
-    for case in all_cases:
-        placement = case.placement
-        experts = [case.expert(logical) for logical in placement.local_logical_experts(context.rank)]
-        start = sum(case.tokens_per_rank[: context.rank])
-        mine = slice(start, start + case.tokens_per_rank[context.rank])
-        x, ids, weights = (t[mine] for t in case.tokens())
-        to_physical = torch.from_numpy(placement.logical_to_physical)
-        physical = torch.where(ids >= 0, to_physical[ids.clamp(min=0)], -1)
-        dispatcher = dispatcher_for(context, kind, placement.first_expert, HIDDEN)
-        received = dispatcher.dispatch(x, physical, weights, case.tokens_per_rank)
-        pairs = received.pairs
-        rows = expert_rows(received.x_ep_local, pairs.row, pairs.local_expert, received.weights, experts)
-        if kind == "low_latency":
-            results.append(combine_slots_fp32(dispatcher.combine(rows, received)))
-        else:
-            results.append(dispatcher.combine_sum(rows, received))
-    return results
+def widened(x: torch.Tensor, hidden: int) -> torch.Tensor:
+    """The columns over and over: a row as wide as DeepEP takes them."""
+    return x.repeat(1, -(-hidden // HIDDEN))[:, :hidden]
+
+
+def run_case(dispatcher, case: Case, rank: int, hidden: int = HIDDEN, device: str = "cpu") -> torch.Tensor:
+    """A rank's sums, or fp32 accumulators where the rows come home by themselves."""
+    placement = case.placement
+    experts = [case.expert(logical) for logical in placement.local_logical_experts(rank)]
+    start = sum(case.tokens_per_rank[:rank])
+    mine = slice(start, start + case.tokens_per_rank[rank])
+    x, ids, weights = (t[mine] for t in case.tokens())
+    physical = to_physical(case, ids).to(device)
+    x = widened(x, hidden).to(device)
+    received = dispatcher.dispatch(x, physical, weights.to(device), case.tokens_per_rank)
+    assert_bits_equal(received.x_ep_local, widened(received.x_ep_local[:, :HIDDEN], hidden), f"{case}, rows")
+    pairs, x_ep = received.pairs, received.x_ep_local[:, :HIDDEN].cpu()
+    rows = expert_rows(x_ep, pairs.row.cpu(), pairs.local_expert.cpu(), received.weights.cpu(), experts)
+    rows = widened(rows, hidden).to(device)
+    if isinstance(dispatcher, LowLatencyDispatcher):
+        return combine_slots_fp32(dispatcher.combine(rows, received))
+    return dispatcher.combine_sum(rows, received).cpu()
+
+
+def to_physical(case: Case, ids: torch.Tensor) -> torch.Tensor:
+    places = torch.from_numpy(case.placement.logical_to_physical)
+    return torch.where(ids >= 0, places[ids.clamp(min=0)], -1)
+
+
+def run_cases(
+    context: RankContext, all_cases: list[Case], kind: str, hidden: int = HIDDEN
+) -> list[torch.Tensor]:
+    """This rank's sums of every case."""
+    return [
+        run_case(
+            dispatcher_for(context, kind, case.placement.first_expert, hidden), case, context.rank, hidden
+        )
+        for case in all_cases
+    ]
+
+
+def by_loopback(case: Case, *, presums: bool = False) -> torch.Tensor:
+    """All ranks' sums, by one process that plays them."""
+    x, ids, weights = case.tokens()
+    dispatcher = LoopbackDispatcher(case.placement.first_expert, case.num_topk, presums=presums)
+    received = dispatcher.dispatch(x, to_physical(case, ids), weights, [x.shape[0]])
+    pairs = received.pairs
+    experts = [
+        case.expert(logical)
+        for rank in range(len(case.tokens_per_rank))
+        for logical in case.placement.local_logical_experts(rank)
+    ]
+    rows = expert_rows(received.x_ep_local, pairs.row, pairs.local_expert, received.weights, experts)
+    return dispatcher.combine_sum(rows, received)
+
+
+def conforms(results: list[list[torch.Tensor]], hidden: int, *, presums: bool = False) -> None:
+    """Every case of every rank has the bits of loopback."""
+    world_size = len(results)
+    for i, case in enumerate(cases(world_size)):
+        actual = torch.cat([results[rank][i] for rank in range(world_size)])
+        assert_bits_equal(actual, widened(by_loopback(case, presums=presums), hidden), f"{case}")
 
 
 @pytest.mark.parametrize("kind", ["plain", "spare"])
@@ -100,6 +144,17 @@ def test_sums_are_those_of_one_process(ranks, world_size, kind):
     for i, case in enumerate(cases(world_size)):
         actual = torch.cat([results[rank][i] for rank in range(world_size)])
         assert_bits_equal(actual, combine_slots(oracle_rows(case)), f"{case}")
+        assert_bits_equal(actual, by_loopback(case), f"{case}, loopback")
+
+
+def test_the_suite_for_deep_ep_itself_runs_over_the_stand_in(ranks):
+    """At a width that is not that of the cases; the control has the other level's tree."""
+    plain = ranks(2, run_cases, cases(2), "plain", 64)
+    conforms(plain, 64)
+    presummed = ranks(2, run_cases, cases(2), "presums", 64)
+    conforms(presummed, 64, presums=True)
+    with pytest.raises(AssertionError):
+        conforms(presummed, 64)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -116,10 +171,10 @@ def test_pre_summed_rows_are_the_tree_of_partial_sums(ranks):
     for i, case in enumerate(cases(3)):
         actual = torch.cat([results[rank][i] for rank in range(3)])
         _, ids, _ = case.tokens()
-        to_physical = torch.from_numpy(case.placement.logical_to_physical)
-        physical = torch.where(ids >= 0, to_physical[ids.clamp(min=0)], -1)
         rows = oracle_rows(case)
-        assert_bits_equal(actual, partial_sums(rows, physical, case.placement.first_expert), f"{case}")
+        assert_bits_equal(
+            actual, partial_sums(rows, to_physical(case, ids), case.placement.first_expert), f"{case}"
+        )
         differs |= not torch.equal(actual, combine_slots(rows))
     assert differs, "control: partial sums have other bits than the tree of level topology"
 
@@ -312,27 +367,33 @@ def test_cpu_ranks_refuse_the_flag():
         LLM("builtin", device="cpu", dispatcher="deepep")
 
 
-def run_on_gpus(context: RankContext) -> None:
-    """DeepEP itself: opened, proved, and one layer's exchange against the tree."""
+def run_on_gpus(context: RankContext, all_cases: list[Case]) -> dict[str, list[torch.Tensor]]:
+    """DeepEP itself at both levels: opened, proved on hostile data, and the sums of every case."""
     torch.cuda.set_device(context.rank)
     device = torch.device("cuda", context.rank)
     device_group = dist.new_group(list(range(context.world_size)), backend="nccl")
-    hidden, num_experts = 2048, 8
-    per_rank = num_experts // context.world_size
-    first_expert = list(range(0, num_experts + 1, per_rank))
+    results: dict[str, list[torch.Tensor]] = {}
     for level in ("topology", "batch"):
-        open_deepep(  # proves the sum on hostile data, or raises
-            context.group,
-            device_group,
-            first_expert,
-            hidden=hidden,
-            num_topk=4,
-            num_max_tokens_per_rank=64,
-            dtype=torch.bfloat16,
-            device=device,
-            reduction=resolve_multiple_reduction(level, 0, 0, ep_size=2, transport_can=True),
-        )
+        results[level] = []
+        for case in all_cases:
+            dispatcher = open_deepep(  # proves its sum, or raises
+                context.group,
+                device_group,
+                case.placement.first_expert,
+                hidden=GPU_HIDDEN,
+                num_topk=case.num_topk,
+                num_max_tokens_per_rank=MOST,
+                dtype=torch.bfloat16,
+                device=device,
+                reduction=resolve_multiple_reduction(
+                    level, 0, 0, ep_size=context.world_size, transport_can=True
+                ),
+            )
+            results[level].append(run_case(dispatcher, case, context.rank, GPU_HIDDEN, str(device)))
+    torch.cuda.synchronize()
+    context.group.all_gather_bytes(b"")
     dist.destroy_process_group(device_group)
+    return results
 
 
 @pytest.mark.gpu
@@ -342,7 +403,9 @@ def run_on_gpus(context: RankContext) -> None:
     reason="needs deep_ep and two GPUs",
 )
 @pytest.mark.parametrize("world_size", [2, 4, 8])
-def test_deep_ep_itself_adds_by_the_tree(ranks, world_size):
+def test_deep_ep_itself_has_the_bits_of_loopback(ranks, world_size):
     if torch.cuda.device_count() < world_size:
         pytest.skip(f"needs {world_size} GPUs")
-    ranks(world_size, run_on_gpus)
+    results = ranks(world_size, run_on_gpus, cases(world_size))
+    conforms([found["topology"] for found in results], GPU_HIDDEN)
+    conforms([found["batch"] for found in results], GPU_HIDDEN, presums=True)

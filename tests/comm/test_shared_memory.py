@@ -33,7 +33,7 @@ def linked(
 ) -> RankGroup:
     links = connect_shared_memory(context.group, timeout_s, stalled_after_s)
     assert not isinstance(links, str), links
-    return replace(context.group, links=links)
+    return replace(context.group, links=links, watch=links.watch)
 
 
 def num_rows(source: int, destination: int, turn: int) -> int:
@@ -213,7 +213,7 @@ def be_late(context: RankContext, in_step: bool) -> tuple[str, float]:
     """Rank 2 of three sleeps where the others exchange rows."""
     group = linked(context)
     assert group.links is not None
-    group.links.late_after_s = 2 * SHORT_S
+    group.links.watch.late_after_s = 2 * SHORT_S
     if in_step and context.rank == 2:
         group.links.timeout_s = SHORT_S  # the others will have given up
     said, start_s = "", time.monotonic()
@@ -241,7 +241,7 @@ def work_in_a_step(context: RankContext) -> bool:
     """Rank 1 computes for longer than a peer may do nothing."""
     group = linked(context)
     assert group.links is not None
-    group.links.late_after_s = 2 * SHORT_S
+    group.links.watch.late_after_s = 2 * SHORT_S
     with group.step():
         end_s = time.monotonic() + 5 * SHORT_S
         while context.rank == 1 and time.monotonic() < end_s:
@@ -261,7 +261,7 @@ def pair(**limits: float) -> tuple[SharedMemoryLinks, socket.socket, Pulse]:
     theirs = Pulse()
     links = SharedMemoryLinks(0, [None, near], [None, PeerPulse(theirs.descriptor)], Pulse(), TIMEOUT_S)
     for name, value in limits.items():
-        setattr(links, name, value)
+        setattr(links.watch, name, value)
     return links, far, theirs
 
 
@@ -269,16 +269,16 @@ def look_for(links: SharedMemoryLinks, seconds: float) -> None:
     """As a rank that waits for its GPU does."""
     end_s = time.monotonic() + seconds
     while time.monotonic() < end_s:
-        links.check_peers()
+        links.watch.check_peers()
         time.sleep(0.1)
 
 
 def test_a_rank_that_waits_for_its_gpu_takes_no_silent_peer_for_gone():
     links, far, theirs = pair(stalled_after_s=2 * SHORT_S, late_after_s=SHORT_S)
-    with links.step():
+    with links.watch.step():
         theirs.begin_step()
         start_s = time.monotonic()
-        links.check_peers()
+        links.watch.check_peers()
         assert time.monotonic() - start_s < SHORT_S / 2, "a look does not wait"
         look_for(links, 3 * SHORT_S)
         far.send(b"a doorbell that came early")
@@ -290,11 +290,11 @@ def test_a_rank_that_waits_for_its_gpu_takes_no_silent_peer_for_gone():
 
 def test_a_rank_that_waits_for_its_gpu_names_peers_that_have_gone_stalled_or_are_late():
     links, far, theirs = pair(late_after_s=2 * SHORT_S)
-    with links.step(), pytest.raises(PeerError, match="rank 1 is late: in a step of all ranks"):
+    with links.watch.step(), pytest.raises(PeerError, match="rank 1 is late: in a step of all ranks"):
         look_for(links, 8 * SHORT_S)
     far.close()
     with pytest.raises(PeerError, match="rank 1 has gone: it closed its link to rank 0"):
-        links.check_peers()
+        links.watch.check_peers()
     theirs.close()
     links.close()
     links, far, theirs = pair(stalled_after_s=2 * SHORT_S)

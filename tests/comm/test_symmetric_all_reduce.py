@@ -39,7 +39,7 @@ def reducers_of(size: int, part_dtype: torch.dtype = FP32) -> list[SymmetricAllR
 
 
 @pytest.mark.parametrize("one_shot", [True, False, None])
-@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 8])
 def test_calls_of_several_steps_give_the_tree(size, one_shot):
     reducers = reducers_of(size)
     for step, shapes in enumerate(

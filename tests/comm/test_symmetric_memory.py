@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm
+from torch.distributed import distributed_c10d
 
-from moe_runtime.comm import symmetric_memory
+from moe_runtime.comm import agreement, symmetric_memory
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.symmetric_memory import (
     ALIGNMENT_BYTES,
@@ -140,6 +143,59 @@ def test_a_rank_without_room_for_its_region_ends_all_before_they_wait_for_it(ran
         "(CUDA driver error: out of memory)"
     )
     assert ranks(2, connect_in_full_memory) == [(expected, ["empty_cache", "empty"])] * 2
+
+
+class Handle:
+    """What a rendezvous gives."""
+
+    multicast_ptr = 0
+
+    def get_buffer(self, peer: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> torch.Tensor:
+        return aligned(4096)
+
+
+def aligned(num_bytes: int) -> torch.Tensor:
+    memory = torch.ones(num_bytes + ALIGNMENT_BYTES, dtype=torch.uint8)
+    return memory[-memory.data_ptr() % ALIGNMENT_BYTES :][:num_bytes]
+
+
+def connect_by_a_stand_in(context: RankContext, failing: int | None) -> tuple[str, float]:
+    """A rendezvous that meets in the group's store as torch's does; the failing rank never comes there."""
+
+    def rendezvous(region: torch.Tensor, process_group: dist.ProcessGroup) -> Handle:
+        if context.rank == failing:
+            raise RuntimeError("CUDA driver error: invalid device")
+        store = distributed_c10d._get_process_group_store(process_group)
+        store.set(f"here {context.rank}", "")
+        for peer in range(context.world_size):
+            store.get(f"here {peer}")
+        return Handle()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(symmetric_memory, "_indexed", lambda device: device)
+        patch.setattr(symmetric_memory, "peer_access_fault", lambda group, device: "")
+        patch.setattr(agreement, "MEET_S", 1.0)
+        patch.setattr(symm, "empty", lambda *size, **options: torch.empty(0))
+        patch.setattr(symm, "rendezvous", rendezvous)
+        for name in ("empty_cache", "synchronize"):
+            patch.setattr(torch.cuda, name, lambda *_: None)
+        start_s = time.monotonic()
+        try:
+            space = SymmetricSpace.connect(context.group, 4096, torch.device("cuda", context.rank))
+        except ValueError as error:
+            return str(error), time.monotonic() - start_s
+    return f"{space.size} ranks, zeros: {not space.region.any()}", time.monotonic() - start_s
+
+
+def test_a_rank_that_fails_in_the_rendezvous_is_named_by_all_and_nobody_waits_for_it(ranks):
+    expected = (
+        "rank 1: dispatcher (symmetric) must be collective here: the ranks' GPU memory cannot be shared (CUDA driver "
+        "error: invalid device)"
+    )
+    for said, waited_s in ranks(3, connect_by_a_stand_in, 1):
+        assert said == expected
+        assert waited_s < 10.0
+    assert [said for said, _ in ranks(3, connect_by_a_stand_in, None)] == ["3 ranks, zeros: True"] * 3
 
 
 class Properties:

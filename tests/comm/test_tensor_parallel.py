@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from moe_runtime.comm import tensor_parallel
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.tensor_parallel import TensorParallel, check_tp, open_tensor_parallel
 from moe_runtime.comm.transports import DispatcherName
@@ -78,6 +79,41 @@ def test_control_another_order_of_ranks_is_seen(ranks):
 def test_control_a_sum_in_place_of_a_gather_would_lose_bits():
     x = special(NUM_ROWS, 5, 0)
     assert not torch.equal((x + torch.zeros_like(x)).view(torch.int32), x.view(torch.int32))
+
+
+def choose(context: RankContext, fault: str) -> list[tuple[str, str]]:
+    """What moves a group's sums: between hosts' memories, and as if the ranks had GPUs."""
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensor_parallel, "peer_access_fault", lambda group, device: fault)
+        for wanted, device in (("auto", None), ("auto", "cuda"), ("collective", "cuda"), ("deepep", "cuda")):
+            view = open_tensor_parallel(
+                context.group, 2, wanted, None if device is None else torch.device(device)
+            )
+            found.append((view.transport, view.reason))
+            assert view.on_device.transport == view.transport
+        try:
+            open_tensor_parallel(context.group, 2, "symmetric", torch.device("cuda"))
+        except ValueError as error:
+            found.append(("refused", str(error)))
+    return found
+
+
+def test_what_moves_a_group_s_sums_and_why(ranks):
+    host = ("symmetric", "all ranks share a host's memory")
+    reaches = ("symmetric", "every GPU of the group reaches the memory of all others")
+    asked = ("collective", "asked for")
+    assert ranks(4, choose, "") == [[host, reaches, asked, reaches]] * 4
+    refused = ("refused", "dispatcher (symmetric) must be collective or auto here: no way")
+    assert (
+        ranks(4, choose, "no way")
+        == [[host, ("collective", "no way"), asked, ("collective", "no way"), refused]] * 4
+    )
+
+
+def test_the_largest_group_is_that_of_the_kernels():
+    kernels = pytest.importorskip("moe_runtime.kernels.all_reduce_triton")
+    assert tensor_parallel.MAX_SUMMING_RANKS == kernels.MAX_RANKS
 
 
 def leave(context: RankContext) -> str:

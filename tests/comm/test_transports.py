@@ -39,6 +39,7 @@ def test_where_it_cannot_be_auto_says_why_and_symmetric_is_refused(ranks):
 
 def choose(context: RankContext) -> list[tuple[str, str, bool]]:
     found = [open_transport(context.group, wanted) for wanted in ("auto", "collective", "symmetric")]
+    assert all(t.group.watch is not None for t in found)
     return [(t.name, t.reason, t.group.links is not None) for t in found]
 
 
@@ -78,8 +79,10 @@ def test_deepep_is_for_gpus_where_every_rank_has_it(ranks):
         open_transport(RankGroup(), "deepep", torch.device("cuda"))
 
 
-def open_between_gpus(context: RankContext, shared: str, links: str) -> tuple[str, list[str]]:
-    """As if the ranks had GPUs: the choice or the error, and what the log says."""
+def open_between_gpus(
+    context: RankContext, shared: str, links: str, watch: str = ""
+) -> tuple[str, bool, list[str]]:
+    """As if the ranks had GPUs: the choice or the error, whether they watch each other, and what the log says."""
     told: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transports, "shared_gpu_fault", lambda group, device: shared)
@@ -87,19 +90,24 @@ def open_between_gpus(context: RankContext, shared: str, links: str) -> tuple[st
         patch.setattr(transports.logger, "warning", lambda text, *values: told.append(text % values))
         if links:
             patch.setattr(transports, "connect_shared_memory", lambda group, timeout_s: links)
+        if watch:
+            patch.setattr(transports, "connect_pulses", lambda group: watch)
         try:
-            return open_transport(context.group, "collective", torch.device("cuda")).name, told
+            found = open_transport(context.group, "collective", torch.device("cuda"))
+            return found.name, found.group.watch is not None, told
         except ValueError as error:
-            return str(error), told
+            return str(error), False, told
 
 
 def test_ranks_that_share_a_gpu_are_refused(ranks):
     expected = "device (cuda) must be cpu with more ranks on a host than GPUs: rank 0 and rank 1 share a GPU"
-    assert ranks(2, open_between_gpus, "rank 0 and rank 1 share a GPU", "") == [(expected, [])] * 2
+    assert ranks(2, open_between_gpus, "rank 0 and rank 1 share a GPU", "") == [(expected, False, [])] * 2
 
 
-def test_that_nothing_tells_when_a_rank_dies_is_said_once(ranks):
-    warning = "no shared memory between ranks (the ranks are on several hosts): one that dies is noticed after 300 s"
-    found = ranks(2, open_between_gpus, "", "the ranks are on several hosts")
-    assert found == [("collective", [warning]), ("collective", [])]
-    assert ranks(2, open_between_gpus, "", "") == [("collective", [])] * 2
+def test_ranks_watch_each_other_with_and_without_shared_memory_and_that_none_does_is_said_once(ranks):
+    several = "the ranks are on several hosts"
+    assert ranks(2, open_between_gpus, "", "") == [("collective", True, [])] * 2
+    assert ranks(2, open_between_gpus, "", several) == [("collective", True, [])] * 2
+    warning = "ranks do not watch each other (rank 1 cannot listen): one that dies is noticed after 300 s"
+    found = ranks(2, open_between_gpus, "", several, "rank 1 cannot listen")
+    assert found == [("collective", False, [warning]), ("collective", False, [])]

@@ -9,6 +9,7 @@ show that a buffer is reused too early. Each has a control that must go wrong.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,12 +25,16 @@ import triton
 from moe_runtime.comm import all_reduce as all_reduce_module
 from moe_runtime.comm import symmetric_all_reduce
 from moe_runtime.comm.all_reduce import all_reduce
+from moe_runtime.comm.flag_report import FlagReader
+from moe_runtime.comm.gpu_exchange import flag_name
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.symmetric_all_reduce import SymmetricAllReduce
 from moe_runtime.comm.symmetric_memory import SymmetricSpace, carved_bytes, keep_multicast_off
+from moe_runtime.comm.tensor_parallel import TensorParallel
 from moe_runtime.kernels.all_reduce_triton import _pause, all_reduce_reference
 from moe_runtime.kernels.peer_flags_triton import PeerFlags, count_step, peer_barrier
 from moe_runtime.kernels.trees import tree_sum
+from moe_runtime.layers.shard_sum import CollectiveShardSum, ShardSum, SymmetricShardSum, open_shard_sum
 from tests.benchmark_modules import load_benchmark_module
 from tests.bits import HOSTILE_KINDS, assert_bits_equal, hostile
 from tests.gpu_ranks import NUM_GPUS, captured, gpu_ranks
@@ -152,6 +157,89 @@ def compare_backends(context: RankContext) -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_every_backend_gives_the_bits_of_the_tree(ranks, size):
     ranks(size, compare_backends)
+
+
+# ---- the engine's sums
+
+
+ROWS = (1, 48, 1500)
+
+
+def compare_shard_sums(context: RankContext, captured_too: bool) -> None:
+    """Parts of layers of several sizes, added out of the peers' memory and by NCCL, eager and in a graph."""
+    keep_multicast_off()
+    device, hidden = torch.device("cuda", context.rank), 2048
+    torch.cuda.set_device(device)
+    nccl = dist.new_group(backend="nccl")
+    sizes = hidden, len(ROWS), max(ROWS), 256, BF16, device
+    symmetric = open_shard_sum(TensorParallel(group=context.group, transport="symmetric"), *sizes)
+    collective = open_shard_sum(TensorParallel(group=replace(context.group, process_group=nccl)), *sizes)
+    assert isinstance(symmetric, SymmetricShardSum)
+    assert isinstance(collective, CollectiveShardSum)
+    for sums in (symmetric, collective):
+        inputs = [torch.zeros(rows, hidden, device=device) for rows in ROWS]
+        outputs = [torch.zeros(rows, hidden, dtype=BF16, device=device) for rows in ROWS]
+
+        def launch(
+            sums: ShardSum = sums, inputs: list[torch.Tensor] = inputs, outputs: list[torch.Tensor] = outputs
+        ) -> None:
+            sums.begin_step()
+            for own, out in zip(inputs, outputs, strict=True):
+                part = sums.part(own.shape[0])
+                part.copy_(own)
+                out.copy_(sums.total(part))
+            sums.end_step()
+
+        replay = captured(context.group, launch).replay if captured_too else launch
+        for seed, kind in enumerate(HOSTILE_KINDS):
+            expected = []
+            for own, rows in zip(inputs, ROWS, strict=True):
+                parts = hostile(kind, (rows, hidden, context.world_size), seed=seed).unbind(-1)
+                own.copy_(parts[context.rank])
+                expected.append(all_reduce_reference(parts, BF16))
+            for out in outputs:
+                out.fill_(float("nan"))
+            replay()
+            torch.cuda.synchronize()
+            for out, want in zip(outputs, expected, strict=True):
+                assert_bits_equal(out.cpu(), want, f"{kind}, {out.shape[0]} rows, {type(sums).__name__}")
+    context.group.all_gather_bytes(b"")
+    dist.destroy_process_group(nccl)
+
+
+@pytest.mark.parametrize("captured_too", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("size", SIZES)
+def test_sums_of_the_engine_have_the_bits_of_the_tree(ranks, size, captured_too):
+    ranks(size, compare_shard_sums, captured_too)
+
+
+# ---- what a time-out reads
+
+
+def read_flags(context: RankContext) -> tuple[str, int | None]:
+    """Rank 0's kernel waits for the others' flag while its host reads who is missing."""
+    peers = open_peers(context, 2, 0)
+    reader = FlagReader(peers.flags, flag_name)
+    peers.next_step()
+    torch.cuda.synchronize()
+    found: tuple[str, int | None] = ("", None)
+    if context.rank == 0:
+        peer_barrier(peers.flags, 1)
+        end_s = time.monotonic() + 20
+        while not found[0] and time.monotonic() < end_s:
+            found = reader.reason()
+    context.group.all_gather_bytes(b"")
+    if context.rank != 0:
+        peer_barrier(peers.flags, 1)
+    torch.cuda.synchronize()
+    assert reader.reason() == ("", None)
+    context.group.all_gather_bytes(b"")
+    return found
+
+
+def test_the_host_names_the_rank_for_which_a_kernel_spins(ranks):
+    reason = "rank 1 has not raised the flag of step 1 that says that its expert rows are home in layer 0"
+    assert ranks(2, read_flags)[0] == (reason, 1)
 
 
 # ---- races of the all-reduce

@@ -4,7 +4,8 @@
 
 replays steps of 48 layers with new inputs in every layer and poisoned outputs, while ranks pause, one of them or all,
 between the waits and the reads: inside the expert kernel, and with the waits in kernels of their own also before the
-slot table and before the sum. Each number of tokens has a control without waits, which must go wrong.
+slot table and before the sum. Controls must go wrong: without waits, and with a rank that waits before it reads but
+writes over what a slow one still reads, tables or slots.
 """
 
 from __future__ import annotations
@@ -83,3 +84,11 @@ def test_without_dependent_launch(ranks):
 def test_control_without_waits_it_goes_wrong(ranks, num_tokens):
     case = case_of((num_tokens, num_tokens), waits=False, num_replays=CONTROL_REPLAYS)
     assert sum(ranks(2, replay, case)) > 0
+
+
+@pytest.mark.parametrize("num_tokens", [8, 32])
+@pytest.mark.parametrize("overwrites", ["table", "slots"])
+def test_control_what_a_slow_rank_still_reads_is_written_over(ranks, overwrites, num_tokens):
+    options = {"overwrites": overwrites, "apart": overwrites == "slots", "num_replays": CONTROL_REPLAYS}
+    wrong = ranks(2, replay, case_of((num_tokens, num_tokens), **options))
+    assert sum(wrong) > 0, "the test would not see that a buffer is reused too early"

@@ -188,8 +188,8 @@ def test_the_server_on_two_ranks_answers_as_on_one():
         "seed": 5,  # else each answer names the one it drew
     }
     answers = []
-    for size in (1, 2):
-        with running_server(size, "--device", DEVICE) as server:
+    for size, tp in ((1, 1), (2, 1), (2, 2)):
+        with running_server(size, "--device", DEVICE, "--tp", str(tp)) as server:
             answers.append(
                 [
                     httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()["choices"]
@@ -197,5 +197,8 @@ def test_the_server_on_two_ranks_answers_as_on_one():
                 ]
             )
             if size == 2:
-                assert server.info()["dispatcher"] == "symmetric"
-    assert answers[1] == [answers[0][0]] * 4
+                info = server.info()
+                assert info["dispatcher"] == "symmetric"
+                assert info["tp_transport"] == ("symmetric" if tp == 2 else "collective")
+                assert info["exchange_buffer_bytes"] > 0
+    assert answers[1] == answers[2] == [answers[0][0]] * 4

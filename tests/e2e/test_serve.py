@@ -106,6 +106,7 @@ def test_server_info_names_the_transport_and_why(server: RunningServer) -> None:
     assert info["dispatcher_reason"] == (
         "one rank: nothing travels" if alone else "all ranks share a host's memory"
     )
+    assert (info["tp_transport"], info["tp_transport_reason"]) == ("collective", "one rank: nothing travels")
 
 
 def test_multiple_reduction_is_off_at_level_topology_and_on_at_level_batch(server: RunningServer) -> None:

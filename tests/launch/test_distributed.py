@@ -39,12 +39,15 @@ class _Links:
 
 def test_leaving_ends_the_links_of_both_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    monkeypatch.setattr(distributed.dist, "barrier", lambda: calls.append("barrier"))
+    monkeypatch.setattr(RankGroup, "all_gather_bytes", lambda *_: calls.append("together"))
     monkeypatch.setattr(distributed.dist, "destroy_process_group", lambda: calls.append("destroy"))
-    world, own = _Links(), _Links()
-    group = RankGroup(rank=0, size=4, links=cast(Any, world))
-    close_ranks(group, TensorParallel(group=RankGroup(rank=0, size=2, links=cast(Any, own))))
-    assert (world.has_ended, own.has_ended, calls) == (True, True, ["barrier", "destroy"])
+    ends = [_Links() for _ in range(4)]
+    links, watch, own_links, own_watch = (cast(Any, end) for end in ends)
+    group = RankGroup(rank=0, size=4, links=links, watch=watch)
+    own = RankGroup(rank=0, size=2, links=own_links, watch=own_watch)
+    close_ranks(group, TensorParallel(group=own))
+    assert all(end.has_ended for end in ends)
+    assert calls == ["together", "destroy"]
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from moe_runtime.comm.groups import RankGroup
+from moe_runtime.errors import PeerError
+from moe_runtime.launch import leave
+from moe_runtime.launch.leave import leave_at_once, meet_processes
+from moe_runtime.server.processes import this_process
 from tests.checkpoints import tiny_config, write_checkpoint
 
 LOST = """
@@ -45,3 +52,36 @@ def test_a_lost_peer_is_one_message_and_an_end_without_cleaning_up(tmp_path: Pat
     assert done.stderr.splitlines()[-1] == "error: rank 1 has gone: it closed its link to rank 0"
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    "is_other", [False, True], ids=["the one that is meant", "one that got its number later"]
+)
+def test_a_peer_that_hangs_is_ended_and_nobody_else(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_other: bool
+) -> None:
+    def end(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(leave.os, "_exit", end)
+    monkeypatch.setattr(leave.logging, "shutdown", lambda: None)
+    monkeypatch.setattr(leave, "END_WAIT_S", 0.0)
+    victim = subprocess.Popen(["sleep", "60"])
+    try:
+        os.kill(victim.pid, signal.SIGSTOP)
+        ticks = int(Path(f"/proc/{victim.pid}/stat").read_text().rpartition(")")[2].split()[19]) + is_other
+        [own] = meet_processes(RankGroup())
+        assert own == this_process()
+        processes = [own, type(own)(pid=victim.pid, start_ticks=ticks, host=own.host)]
+        with pytest.raises(SystemExit) as raised:
+            leave_at_once(PeerError("rank 1 has stalled", rank=1), processes)
+        assert raised.value.code == 1
+        assert capsys.readouterr().err == "error: rank 1 has stalled\n"
+        if not is_other:
+            assert victim.wait(10) == -signal.SIGKILL
+        assert (victim.poll() is None) == is_other
+        with pytest.raises(SystemExit):  # it blames this very rank, or comes before the ranks have met
+            leave_at_once(PeerError("rank 0 is late", rank=0), processes)
+    finally:
+        victim.kill()
+        victim.wait()

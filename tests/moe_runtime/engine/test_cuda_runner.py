@@ -157,10 +157,10 @@ def test_limits_that_find_no_room_give_back_what_they_took(llm, reference, monke
 
 
 def test_steps_of_several_ranks_alone_have_a_bound(loaded):
-    runner = loaded.engine.runner
-    assert runner._wait_limits == runner._inputs._wait_limits == (None, None)
-    spread = CudaRunner(loaded.model.decoder, 2, 2, 64, False, check_peers=print, timeout_s=7.0)
-    assert spread._wait_limits == spread._inputs._wait_limits == (print, 7.0)
+    runner, decoder = loaded.engine.runner, loaded.model.decoder
+    assert runner._wait_limits == runner._inputs._wait_limits == (None, None, decoder.waits_for)
+    spread = CudaRunner(decoder, 2, 2, 64, False, check_peers=print, timeout_s=7.0)
+    assert spread._wait_limits == spread._inputs._wait_limits == (print, 7.0, decoder.waits_for)
 
 
 def test_a_slot_stays_with_its_sequence_while_a_step_may_use_it():

@@ -28,6 +28,12 @@ def test_a_step_that_does_not_end_is_given_up_after_a_while():
         with pytest.raises(PeerError, match=r"the GPU's step has not ended in 0\.05 s"):
             event.wait(check, 0.05)
     assert not looks, "a look is for longer waits"
+    with pytest.raises(PeerError, match=r"has not ended in 0\.05 s: rank 3 has not raised a flag$") as raised:
+        event.wait(None, 0.05, lambda: ("rank 3 has not raised a flag", 3))
+    assert raised.value.rank == 3
+    with pytest.raises(PeerError, match=r"another rank has gone or is late$") as raised:
+        event.wait(None, 0.05, lambda: ("", None))
+    assert raised.value.rank is None
 
 
 def test_buffers_take_turns_and_grow():
