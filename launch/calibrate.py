@@ -62,7 +62,7 @@ def main(args: Sequence[str] | None = None) -> int:
             content = device_file(
                 base,
                 name=config.output.stem,
-                title=config.title or f"{platform.machine()} CPU, {torch.get_num_threads()} thread a rank",
+                title=config.title or (str(base["title"]) if exchange else f"{platform.machine()} CPU"),
                 software=software,
                 memory_bytes=_memory_bytes(),
                 num_multiprocessors=_num_cores(),

@@ -84,12 +84,12 @@ def write_device(content: _Row, path: Path) -> None:
     """One object a line in lists, so that changes can be read."""
     lines = []
     for key, value in content.items():
-        if isinstance(value, list | dict) and value:
-            is_list = isinstance(value, list)
-            inner = value if is_list else [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in value.items()]
-            rows = ",\n".join(f"  {json.dumps(row) if is_list else row}" for row in inner)
-            opening, closing = ("[", "]") if is_list else ("{", "}")
-            lines.append(f" {json.dumps(key)}: {opening}\n{rows}\n {closing}")
+        if isinstance(value, list) and value:
+            rows = ",\n".join(f"  {json.dumps(row)}" for row in value)
+            lines.append(f" {json.dumps(key)}: [\n{rows}\n ]")
+        elif isinstance(value, dict) and value:
+            rows = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in value.items())
+            lines.append(f" {json.dumps(key)}: {{\n{rows}\n }}")
         else:
             lines.append(f" {json.dumps(key)}: {json.dumps(value)}")
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")

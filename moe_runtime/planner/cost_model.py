@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from moe_runtime.planner.exchange_cost import ExchangeCost, Transport, all_gather_us, transport_of
 from moe_runtime.planner.hardware import Hardware
@@ -20,7 +21,7 @@ from moe_runtime.planner.roofline import FloatArray, kernel_curves
 from moe_runtime.planner.routing_load import peak_experts, peak_pairs
 from moe_runtime.planner.shapes import ModelShape
 
-__all__ = ["CostModel", "ScheduledTokens", "StepCost", "StepLoad", "Topology"]
+__all__ = ["BoolArray", "CostModel", "ScheduledTokens", "StepCost", "StepLoad", "Topology"]
 
 ROW_PARTS = 2
 """Fixed parts of a row-parallel layer; kernels/gemm.py, which needs torch, defines them."""
@@ -29,6 +30,7 @@ MAX_DECODE_ROWS = 256
 EAGER_LAUNCHES, EAGER_LAUNCH_US = 12, 5.0
 """Modelled: kernels of a layer, and the host's time for each, where a step is no CUDA graph."""
 
+BoolArray = npt.NDArray[np.bool_]
 ScheduledTokens = tuple[int, int, bool]
 """Of one sequence: tokens that run, keys that the last of them sees, whether it decodes."""
 
@@ -213,7 +215,7 @@ class CostModel:
         )
         device_us = float(self._attention(load).max()) + self._experts_us(rows, total, balancedness)
         device_us += self._rows_us(rows, bool(prefill_rows.any()), int(wanted_rows.max()))
-        host_us = float(self.host_us(np.float64(rows)))
+        host_us = float(self.host_us(_number(rows)))
         is_hidden = self.hardware.kind == "gpu" and self.topology.tp == 1
         return 1e-6 * (max(device_us, host_us) if is_hidden else device_us + host_us)
 
@@ -264,7 +266,7 @@ class CostModel:
         )
         return self.curves[component].us(rows, floor_us)
 
-    def _attention_dense(self, rows: FloatArray, prefills: FloatArray) -> dict[str, FloatArray]:
+    def _attention_dense(self, rows: FloatArray, prefills: BoolArray) -> dict[str, FloatArray]:
         shape, attention, tp = self.shape, self.shape.attention, self.topology.tp
         hidden, layers, item, act = (
             shape.hidden,
@@ -413,28 +415,35 @@ class CostModel:
     def _rows_us(self, rows: int, prefills: bool, wanted: int) -> float:
         found = self._row_us.get((rows, prefills))
         if found is None:
-            x = np.float64(rows)
-            parts = [*self._attention_dense(x, np.bool_(prefills)).values(), *self._dense_layers(x).values()]
-            parts.append(self._ends(x, np.float64(0))["embedding"])
+            x = _number(rows)
+            parts = [
+                *self._attention_dense(x, np.asarray(prefills)).values(),
+                *self._dense_layers(x).values(),
+            ]
+            parts.append(self._ends(x, _number(0))["embedding"])
             found = self._row_us[rows, prefills] = float(sum(parts))
         key = (-1 - wanted, False)
         if key not in self._row_us:
-            ends = self._ends(np.float64(rows), np.float64(wanted))
+            ends = self._ends(_number(rows), _number(wanted))
             self._row_us[key] = float(ends["lm_head"] + ends["sampling"])
         found += self._row_us[key]
         if self.topology.tp > 1:
-            found += float(self._tp_us(np.float64(rows), np.float64(wanted)))
+            found += float(self._tp_us(_number(rows), _number(wanted)))
         return found
 
     def _experts_us(self, rows: int, total: int, balancedness: float) -> float:
         key = (rows, total, round(balancedness, 3))
         found = self._expert_us.get(key)
         if found is None:
-            parts = self._moe(np.float64(rows), np.float64(total), balancedness)
+            parts = self._moe(_number(rows), _number(total), balancedness)
             if len(self._expert_us) > 2**20:  # memory of a long trace stays flat
                 self._expert_us.clear()
             found = self._expert_us[key] = float(sum(parts.values()))
         return found
+
+
+def _number(value: float) -> FloatArray:
+    return np.asarray(value, dtype=np.float64)
 
 
 def _kinds_of_windows(shape: ModelShape) -> list[tuple[int | None, int]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_runtime.planner.cost_model import CostModel, StepLoad, Topology
+from moe_runtime.planner.cost_model import BoolArray, CostModel, StepLoad, Topology
 from moe_runtime.planner.hardware import Hardware
 from moe_runtime.planner.roofline import FloatArray
 from moe_runtime.planner.routing_load import peak_pairs
@@ -65,7 +65,9 @@ class CpuCostModel(CostModel):
         keys_us = self._key_points[1] * shortest * self._key_points[0]
         self._attention_points[1] = np.maximum(self._attention_points[1] - keys_us, 0)
         longest = max(prompts, key=lambda row: float(row["rows"]))
-        spent = float(self._interpolate(self._attention_points, np.float64(longest["rows"])))
+        spent = float(
+            self._interpolate(self._attention_points, np.asarray(longest["rows"], dtype=np.float64))
+        )
         self._pair_us = max(0.0, (longest["us"] - spent) / longest["pairs"])
         self._expert_scale = _scale(parts["experts_half"][0], shape.num_topk * shape.expert_elements)
         self._expert_points = _points(parts["experts_half"])
@@ -86,7 +88,7 @@ class CpuCostModel(CostModel):
             "peaks of routing": "modelled: uniform routing by chance, and balancedness",
         }
 
-    def _attention_dense(self, rows: FloatArray, prefills: FloatArray) -> dict[str, FloatArray]:
+    def _attention_dense(self, rows: FloatArray, prefills: BoolArray) -> dict[str, FloatArray]:
         us = self._interpolate(self._attention_points, rows) * self._attention_scale
         return {"attention, projections": self._turns * self.shape.num_layers * us}
 
@@ -161,4 +163,5 @@ def _points(rows: Sequence[Mapping[str, Any]]) -> FloatArray:
 
 def _scale(row: Mapping[str, Any], elements: float) -> float:
     """Products of this model over those of the measured one."""
-    return 2 * row["rows"] * elements / row["flops"]
+    scale: float = 2 * row["rows"] * elements / row["flops"]
+    return scale

@@ -50,7 +50,8 @@ def _attention(llm: LLM, shape: ModelShape) -> Iterator[_Row]:
     from moe_runtime.kernels.attention import make_attention_plan
     from moe_runtime.kernels.rms_norm import add_residual, rms_norm
 
-    decoder, config = llm.model.decoder, llm.model.plan.config
+    decoder: Any = llm.model.decoder  # the CPU's
+    config = llm.model.plan.config
     num_groups = config.num_query_heads_per_kv_head
     longest = min(max(CONTEXTS), llm.model.plan.max_model_len)
     num_blocks = max(ROWS) * -(-longest // BLOCK_TOKENS)
@@ -103,7 +104,8 @@ def _experts(llm: LLM, shape: ModelShape) -> Iterator[_Row]:
 
     from moe_runtime.kernels.rms_norm import add_residual, rms_norm
 
-    decoder, config = llm.model.decoder, llm.model.plan.config
+    decoder: Any = llm.model.decoder  # the CPU's
+    config = llm.model.plan.config
     layers = [decoder.layers[i] for i in config.moe_layer_ids]
     for rows in ROWS:
         inputs = itertools.cycle(torch.randn(NUM_INPUTS, rows, config.hidden_size).to(decoder.dtype))

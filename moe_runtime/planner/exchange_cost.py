@@ -150,13 +150,14 @@ class ExchangeCost:
             return np.full_like(rows, us[0], dtype=np.float64)
         slope = (us[-1] - us[-2]) / (tokens[-1] - tokens[-2])
         beyond = np.maximum(rows - tokens[-1], 0) * max(0.0, slope)
-        return np.interp(rows, tokens, us) + beyond
+        found: FloatArray = np.interp(rows, tokens, us) + beyond
+        return found
 
     def _source(self) -> str:
         if self.transport == "none":
             return "modelled: one rank, nothing travels"
         if self.transport == "deepep":
-            return public_tables()["deepep_by_ep_size"]["source"] + "; not measured with this runtime"
+            return f"{public_tables()['deepep_by_ep_size']['source']}; not measured with this runtime"
         return self.hardware.sources.get("exchange", "modelled: the link's datasheet rate")
 
 
@@ -174,7 +175,10 @@ def all_gather_us(num_bytes: FloatArray, num_ranks: int, hardware: Hardware) -> 
     found = np.interp(np.log(np.maximum(num_bytes, 1.0)), keys, us)
     found = np.maximum(found, us[-1] * num_bytes / np.exp(keys[-1]))
     latency_us = float(us[0])
-    return latency_us + np.maximum(found - latency_us, 0) * (450.0 / hardware["node_link_gbps"])
+    us_here: FloatArray = latency_us + np.maximum(found - latency_us, 0) * (
+        450.0 / hardware["node_link_gbps"]
+    )
+    return us_here
 
 
 @cache

@@ -35,7 +35,7 @@ def write_html(answer: Answer, path: Path) -> None:
     import plotly.graph_objects as go
 
     shape, hardware = answer.search.shape, answer.search.hardware
-    parts = []
+    parts: list[str] = []
     for name, figure in panels(answer).items():
         drawn = go.Figure(data=figure["data"], layout=figure["layout"])
         script: bool | str = "inline" if not parts else False

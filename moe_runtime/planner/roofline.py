@@ -56,7 +56,8 @@ class Curve:
     def us(self, key: FloatArray, floor_us: FloatArray) -> FloatArray:
         """Microseconds of a launch with that floor."""
         efficiency = np.interp(np.log(np.maximum(key, 1e-9)), self.keys, self.efficiency)
-        return self.latency_us + np.maximum(floor_us, 1e-6) / efficiency
+        us: FloatArray = self.latency_us + np.maximum(floor_us, 1e-6) / efficiency
+        return us
 
 
 @cache

@@ -51,7 +51,7 @@ def distinct_ranks(num_experts: int, num_topk: int, num_ranks: int) -> float:
     return num_ranks * (1 - missed)
 
 
-def peak_pairs(num_pairs: FloatArray, num_ranks: int, balancedness: float = 1.0) -> FloatArray:
+def peak_pairs(num_pairs: FloatArray, num_ranks: int, balancedness: FloatArray | float = 1.0) -> FloatArray:
     """(token, slot) pairs of the busiest of ``num_ranks`` ranks, of ``num_pairs`` over all of them."""
     mean = num_pairs / num_ranks
     peak = mean / balancedness + _peak_deviations(num_ranks) * np.sqrt(mean * (1 - 1 / num_ranks))
@@ -112,5 +112,6 @@ def _peak_deviations(num_ranks: int) -> float:
     """Expected maximum, in standard deviations, of ``num_ranks`` normal shares that add to a fixed sum."""
     if num_ranks < 2:
         return 0.0
-    expected = NormalDist().inv_cdf((num_ranks - 0.375) / (num_ranks + 0.25))
-    return expected * (num_ranks / (num_ranks - 1)) ** 0.5
+    expected: float = NormalDist().inv_cdf((num_ranks - 0.375) / (num_ranks + 0.25))
+    spread: float = (num_ranks / (num_ranks - 1)) ** 0.5
+    return expected * spread

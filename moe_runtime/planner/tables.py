@@ -22,7 +22,7 @@ def print_answer(answer: Answer, console: Console) -> None:
     """All of it."""
     shape, hardware, workload = answer.search.shape, answer.search.hardware, answer.search.workload
     say = _Printer(console)
-    say(f"[bold]{shape.architecture}[/], {shape.num_parameters / 1e9:.2f} B parameters ({_active(answer)} per token), "
+    say(f"[bold]{shape.architecture}[/], {_count(shape.num_parameters)} parameters ({_active(answer)} per token), "
         f"{shape.weight_bytes() / GIB:.1f} GiB of weights, {shape.kv_token_bytes() / 1024:.1f} KiB of KV a token; "
         f"{hardware.title}")  # fmt: skip
     if not shape.runs_here:
@@ -83,7 +83,11 @@ class _Printer:
 
 
 def _active(answer: Answer) -> str:
-    return f"{answer.search.shape.num_active_parameters / 1e9:.2f} B"
+    return _count(answer.search.shape.num_active_parameters)
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.2f} B" if number >= 10**9 else f"{number / 1e6:.2f} M"
 
 
 def _some(front: Sequence[Candidate], number: int) -> list[Candidate]:

@@ -13,18 +13,56 @@ import torch
 from moe_runtime.planner.calibration import base_of, device_file
 from moe_runtime.planner.gpu_times import gpu_kernel_times
 from moe_runtime.planner.hardware import read_hardware
-from moe_runtime.planner.kernel_cases import SMOKE, Cases, setting_of
+from moe_runtime.planner.kernel_cases import SMOKE, Case, Cases, setting_of
 from moe_runtime.planner.roofline import COMPONENTS, kernel_curves
 from moe_runtime.planner.shape_configs import read_shape
 from tests.model_shapes import QWEN3_30B_A3B
 
 
+class FewCases:
+    """Two kernels, a GEMM that the vendor does faster, and none of the experts."""
+
+    def layer(self):
+        yield Case(
+            kernel="qkv",
+            rows=8,
+            launches=[lambda: 2.0],
+            num_bytes=100,
+            flops=50,
+            beside={"cuBLAS": [lambda: 1.0]},
+        )
+        yield Case(kernel="attend_decode, 200 keys", rows=8, launches=[lambda: 3.0], num_bytes=70.5)
+        yield Case(kernel="something new", rows=8, launches=[lambda: 9.0], num_bytes=1)
+
+    def head(self):
+        yield Case(
+            kernel="lm_head", rows=8, launches=[lambda: 4.0], num_bytes=9, beside={"cuBLAS": [lambda: 5.0]}
+        )
+
+
+def test_kernels_become_components_with_the_vendors_time_where_it_is_less(monkeypatch):
+    monkeypatch.setattr("moe_runtime.planner.expert_cases.expert_cases", lambda cases: iter(()))
+    rows = list(gpu_kernel_times(read_shape(QWEN3_30B_A3B), FewCases(), lambda launches: launches[0]()))
+    assert rows == [
+        {
+            "component": "dense",
+            "rows": 8,
+            "us": 2.0,
+            "bytes": 100,
+            "flops": 50,
+            "unpinned_us": 1.0,
+            "unpinned": "cuBLAS",
+        },
+        {"component": "attend_decode", "rows": 8, "us": 3.0, "bytes": 70, "flops": 0},
+        {"component": "lm_head", "rows": 8, "us": 4.0, "bytes": 9, "flops": 0},
+    ]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prefill_rows", "lacks"),
-    [
-        pytest.param((), {"rope_and_write", "attend_rows"}, id="decode"),
-        pytest.param((264,), set(), marks=pytest.mark.slow, id="decode and prefill"),
-    ],
+    [((), {"rope_and_write", "attend_rows"}), ((264,), set())],
+    ids=["decode", "prefill too"],
 )
 def test_every_component_is_launched_and_gets_a_curve(prefill_rows, lacks):
     launched = []

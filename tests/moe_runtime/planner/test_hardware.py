@@ -40,11 +40,11 @@ def test_every_figure_has_a_unit_and_a_source(name):
 
 def test_kernel_times_of_the_h200_are_the_recorded_ones():
     recorded = json.loads((RESULTS / "kernels_h200.json").read_text())["kernels"]
-    times = {(row["rows"], int(row["bytes"]), int(row["flops"])): row["us"] for row in recorded}
+    times = {(row["rows"], int(row["bytes"]), int(row["flops"]), round(row["us"], 3)) for row in recorded}
     kept = [row for row in RAW["kernels"] if row["rows"] != 16384]
     assert len(kept) > 60
     for row in kept:
-        assert row["us"] == pytest.approx(times[row["rows"], row["bytes"], row["flops"]], abs=0.001), row
+        assert (row["rows"], row["bytes"], row["flops"], row["us"]) in times, row
 
 
 def test_exchange_and_host_times_of_the_h200_are_the_recorded_ones():

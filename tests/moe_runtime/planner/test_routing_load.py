@@ -20,12 +20,12 @@ def test_distinct_ranks_of_a_token(ranks):
     assert round(distinct_ranks(128, 8, ranks), 2) == {1: 1.0, 2: 1.99, 4: 3.63, 8: 5.34, 64: 7.78}[ranks]
 
 
-@pytest.mark.parametrize(("tokens", "ranks"), [(1, 2), (8, 2), (8, 8), (64, 8), (512, 16)])
+@pytest.mark.parametrize(("tokens", "ranks"), [(1, 2), (8, 2), (8, 8), (64, 8), (256, 16)])
 def test_peaks_are_about_those_of_drawn_routings(tokens, ranks):
     generator = np.random.default_rng(0)
     local = 128 // ranks
     pairs, touched = [], []
-    for _ in range(400):
+    for _ in range(200):
         chosen = np.stack([generator.permutation(128)[:8] for _ in range(tokens)])
         pairs.append(np.bincount(chosen.ravel() // local, minlength=ranks).max())
         touched.append(np.bincount(np.unique(chosen) // local, minlength=ranks).max())
