@@ -79,6 +79,10 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _gpu(config: CalibrateConfig, base: dict[str, Any], software: str) -> dict[str, Any]:
+    try:
+        import triton  # noqa: F401
+    except ModuleNotFoundError:
+        raise ValueError("calibrating a GPU needs Triton: install moe-runtime[gpu]") from None
     from moe_runtime.planner.gpu_times import attained_rates, gpu_kernel_times
     from moe_runtime.planner.kernel_cases import Cases, setting_of
 

@@ -127,7 +127,7 @@ class CalibrateConfig:
     """Time this runtime's kernels and transports on the machine at hand, and write a file for ``plan --gpu FILE``.
 
     One process times the kernels. On CPUs, torchrun's ranks time the exchange of rows between them instead, and add it
-    to what ``--like`` holds. Weights are random. On a GPU it takes under three minutes, compilation included.
+    to what ``--like`` holds. Weights are random. On a GPU compilation takes most of the time.
 
     Attributes:
         output: File to write.
