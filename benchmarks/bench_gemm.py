@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 import triton
-from graph_timing import graph_us
 
 from moe_runtime.kernels.audit import hostile_rows
 from moe_runtime.kernels.gemm_triton import (
@@ -34,6 +33,7 @@ from moe_runtime.kernels.gemm_triton import (
 )
 from moe_runtime.kernels.norm_triton import combine_residual_norm, embed_norm, merge_residual_norm, rms_norm
 from moe_runtime.kernels.router_triton import ROUTER_SCHEDULES, default_router_schedule, router_logits
+from moe_runtime.planner.graph_timing import graph_us
 
 __all__ = ["audit_vendor", "bench_dense", "precompile"]
 

@@ -36,14 +36,17 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from expert_cases import expert_cases
-from graph_timing import graph_us
-from kernel_cases import FULL, SMOKE, Case, Cases, Launch
+from bench_experts import PUBLIC_FUSED_MOE_MS
+from shapes import QWEN3_30B_A3B
 
 from moe_runtime.kernels import attention_tree_triton, norm_triton, prefill_attention_triton
 from moe_runtime.kernels.attention_tree_triton import TREE, AttentionTree
 from moe_runtime.kernels.gemm import PARTS
 from moe_runtime.layers.cuda_decoder import MAX_DECODE_ROWS
+from moe_runtime.planner.expert_cases import expert_cases
+from moe_runtime.planner.graph_timing import graph_us
+from moe_runtime.planner.kernel_cases import SMOKE, Case, Cases, Launch, setting_of
+from moe_runtime.planner.shape_configs import read_shape
 
 __all__ = ["measure", "measure_rules"]
 
@@ -102,7 +105,8 @@ PROCESSES = (("row sums on the tensor core",), ("exact sums of squares", "mergin
 def measure(cases: Cases) -> list[Row]:
     """A row per case: us, bytes, flops, floor_us, fraction of the floor; beside it, us of others and ours / theirs."""
     rows = []
-    for case in chain(cases.layer(), expert_cases(cases), cases.head()):
+    public_ms = None if cases.setting is SMOKE else PUBLIC_FUSED_MOE_MS
+    for case in chain(cases.layer(), expert_cases(cases, public_ms), cases.head()):
         us = _graph_us(case.launches)
         floor_us = 1e6 * max(case.num_bytes / BYTES_PER_S, case.flops / FLOPS_PER_S)
         beside: dict[str, Row] = {}
@@ -225,7 +229,7 @@ def main(argv: Sequence[str]) -> None:
         importlib.import_module("tests.kernels.triton_interpreter")
     device = torch.device("cpu" if options.smoke else "cuda")
     torch.manual_seed(0)
-    cases = Cases(SMOKE if options.smoke else FULL, device)
+    cases = Cases(SMOKE if options.smoke else setting_of(read_shape(QWEN3_30B_A3B)), device)
     if options.without:
         _replace(options.without)
         times = {rule: [_graph_us(c.launches) for c in rule_cases(cases, rule)] for rule in options.without}

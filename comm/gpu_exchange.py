@@ -20,8 +20,9 @@ from dataclasses import dataclass
 
 import torch
 
-from moe_runtime.comm.symmetric_memory import SymmetricSpace, carved_bytes
-from moe_runtime.kernels.dispatch_triton import MAX_POSITIONS, RowHomes, TableSlice, TokenTable, dispatch_rows
+from moe_runtime.comm.exchange_bytes import MAX_FIXED_ROWS, MAX_SLICE, ExchangeBytes
+from moe_runtime.comm.symmetric_memory import SymmetricSpace
+from moe_runtime.kernels.dispatch_triton import RowHomes, TableSlice, TokenTable, dispatch_rows
 from moe_runtime.kernels.norm_triton import RowSources
 from moe_runtime.kernels.peer_flags_triton import PeerFlags, count_step
 from moe_runtime.kernels.presum_triton import presum_rows
@@ -36,11 +37,6 @@ __all__ = [
     "flag_name",
     "rehearsal_space",
 ]
-
-MAX_SLICE = 16384
-"""Most positions of a token table that experts work through at a time."""
-MAX_FIXED_ROWS = 256
-"""Most rows of a rank in a step whose sizes are those of its shape: what a graph's bucket has at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,14 +90,27 @@ class ExchangeSizes:
     presums: bool = False
 
     @property
+    def num_bytes(self) -> ExchangeBytes:
+        """What everything takes."""
+        return ExchangeBytes(
+            size=self.size,
+            max_rows=self.max_rows,
+            hidden=self.hidden,
+            num_topk=self.num_topk,
+            num_layers=self.num_layers,
+            item_bytes=self.dtype.itemsize,
+            presums=self.presums,
+        )
+
+    @property
     def slice_positions(self) -> int:
         """Most positions of a slice of the table; no less than a slot table's."""
-        return max(MAX_POSITIONS, min(self.size * self.max_rows, MAX_SLICE))
+        return self.num_bytes.slice_positions
 
     @property
     def rows_home(self) -> int:
         """Rows that come home of each token."""
-        return self.size if self.presums else self.num_topk
+        return self.num_bytes.rows_home
 
     @property
     def table(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -125,27 +134,12 @@ class ExchangeSizes:
     @property
     def symmetric_bytes(self) -> int:
         """Bytes of a rank's region."""
-        return sum(carved_bytes(shape, dtype) for shape, dtype in self.symmetric.values())
+        return self.num_bytes.symmetric
 
     @property
     def collective_bytes(self) -> int:
-        """Most bytes that a rank needs: its table and its rows, kept, and copies of both while they travel."""
-        table = sum(carved_bytes(shape, dtype) for shape, dtype in self.table.values())
-        row_bytes = self.hidden * self.dtype.itemsize
-        # A table, what is sent into it and own rows; fixed rows, what is sent of them and what comes back.
-        num_bytes = 2 * table + table // self.size
-        if self.presums:
-            return num_bytes + 3 * self.size * self.max_rows * row_bytes
-        fixed_rows = self.size * min(self.max_rows, MAX_FIXED_ROWS) * self.num_topk
-        # Of a step of exact sizes: a slice's rows, those of them that travel, and what is home, once and as received.
-        exact_rows = (2 * self.slice_positions + 2 * self.max_rows) * self.num_topk
-        return num_bytes + (3 * fixed_rows + exact_rows) * row_bytes
-
-    @property
-    def expanded_bytes(self) -> int:
-        """Most bytes where every (token, slot) is received as a row: all of all ranks, as received, picked in the order
-        of experts, weighted, and in the transport's own buffer."""
-        return 4 * self.size * self.max_rows * self.num_topk * self.hidden * self.dtype.itemsize
+        """Most bytes that a rank needs where rows travel by all-to-all."""
+        return self.num_bytes.collective
 
 
 class GpuExchange(ABC):

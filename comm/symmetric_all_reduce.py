@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import torch
 
+from moe_runtime.comm.exchange_bytes import ALL_REDUCE_SETS, all_reduce_channels
 from moe_runtime.comm.symmetric_memory import SymmetricSpace, carved_bytes
 from moe_runtime.kernels.all_reduce_triton import (
     AllReduceSchedule,
@@ -26,7 +27,7 @@ from moe_runtime.kernels.peer_flags_triton import PeerFlags, peer_barrier
 
 __all__ = ["SymmetricAllReduce"]
 
-NUM_SETS = 2
+NUM_SETS = ALL_REDUCE_SETS
 
 
 class SymmetricAllReduce:
@@ -67,7 +68,7 @@ class SymmetricAllReduce:
     @staticmethod
     def num_channels(max_calls: int) -> int:
         """Two a call, one for the end of the step."""
-        return 2 * max_calls + 1
+        return all_reduce_channels(max_calls)
 
     @staticmethod
     def num_bytes(max_elements: int, part_dtype: torch.dtype, out_dtype: torch.dtype) -> int:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from moe_runtime.comm.agreement import all_or_none, all_or_none_together
+from moe_runtime.comm.exchange_bytes import ALIGNMENT_BYTES, carved
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.shared_memory import host_id
 
@@ -38,9 +39,6 @@ __all__ = [
     "peer_access_fault",
     "shared_gpu_fault",
 ]
-
-ALIGNMENT_BYTES = 1024
-"""Of every carved tensor; offsets are multiples of 16 elements for every dtype."""
 
 MULTICAST_OFF = {
     "NCCL_NVLS_ENABLE": "0",
@@ -226,7 +224,7 @@ class SymmetricSpace:
 
 def carved_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
     """Bytes that a tensor takes from a region, up to the next one's start."""
-    return -(-prod(shape) * dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return carved(prod(shape) * dtype.itemsize)
 
 
 def peer_access_fault(group: RankGroup, device: torch.device) -> str:

@@ -12,18 +12,10 @@ from typing import NoReturn, TypeVar
 
 import tyro
 
-from moe_runtime.config import (
-    AuditConfig,
-    GenerateConfig,
-    PlanPlacementConfig,
-    RecordRoutingConfig,
-    ServeConfig,
-)
-from moe_runtime.env import from_environment, variables_of
+from moe_runtime.env import PREFIX, from_environment, variables_of
 from moe_runtime.exit_codes import EXIT_USAGE
 from moe_runtime.launch.environment import likely_rank
 from moe_runtime.launch.spokesman import may_speak
-from moe_runtime.verify.config import CheckConfig
 
 __all__ = ["last_error", "parse_config", "print_error", "usage_error"]
 
@@ -123,6 +115,28 @@ def _without_box(text: str) -> str:
 
 
 def _known_variables() -> list[str]:
-    """Variables of all commands: one environment may serve several of them."""
-    kinds = (ServeConfig, GenerateConfig, RecordRoutingConfig, PlanPlacementConfig, CheckConfig, AuditConfig)
+    """Variables of all commands: one environment may serve several of them. Where it has none nothing is loaded: the
+    planner does without torch."""
+    if not any(name.startswith(PREFIX) for name in os.environ):
+        return []
+    from moe_runtime.config import (
+        AuditConfig,
+        GenerateConfig,
+        PlanPlacementConfig,
+        RecordRoutingConfig,
+        ServeConfig,
+    )
+    from moe_runtime.planner.config import CalibrateConfig, PlanConfig
+    from moe_runtime.verify.config import CheckConfig
+
+    kinds = (
+        ServeConfig,
+        GenerateConfig,
+        RecordRoutingConfig,
+        PlanPlacementConfig,
+        CheckConfig,
+        AuditConfig,
+        PlanConfig,
+        CalibrateConfig,
+    )
     return [name for kind in kinds for name in variables_of(kind)]

@@ -20,6 +20,8 @@ COMMANDS = {
     "plan-placement": "plan where experts go from their load",
     "check": "prove that results depend on nothing but the request",
     "audit": "find which schedules give the same bits on this device",
+    "plan": "how many GPUs a model needs, and what invariance costs",
+    "calibrate": "time kernels and transports here, for the plan",
     "demo-model": "make a small chat model to try",
 }
 

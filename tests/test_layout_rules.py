@@ -34,9 +34,13 @@ WITHOUT_TEST_FILE = {
     "moe_runtime/check.py": "hands over to launch; e2e tests run it",
     "moe_runtime/audit.py": "hands over to launch",
     "moe_runtime/demo_model.py": "hands over to launch",
-    "moe_runtime/plan.py": "hands over to launch; e2e tests run it",
     "moe_runtime/plan_placement.py": "hands over to launch",
     "moe_runtime/record_routing.py": "hands over to launch",
+    "moe_runtime/plan.py": "hands over to launch; tested through tests/launch/test_plan.py",
+    "moe_runtime/calibrate.py": "hands over to launch; tested through tests/launch/test_calibrate.py",
+    "moe_runtime/planner/expert_cases.py": "launches for timing; every one of them is made in test_gpu_times.py",
+    "moe_runtime/planner/graph_timing.py": "times CUDA graphs; needs a GPU, test_gpu_times.py runs it there",
+    "moe_runtime/planner/kernel_cases.py": "launches for timing; every one of them is made in test_gpu_times.py",
 }
 
 

@@ -7,23 +7,22 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moe_runtime.engine.gpu_memory import BufferShape, gpu_buffers, kv_blocks_of
 from moe_runtime.errors import CapacityError
 from moe_runtime.kernels.attention import BLOCK_SIZE
 from moe_runtime.models.head_shard import num_local_kv_heads
 from moe_runtime.models.model_config import ModelConfig
 from moe_runtime.models.registry import tensor_specs
+from moe_runtime.models.weight_share import local_elements
 
 if TYPE_CHECKING:
     from moe_runtime.comm.transports import TransportName
     from moe_runtime.engine.config import EngineConfig
     from moe_runtime.engine.model_loader import ModelPlan
 
-__all__ = ["KVCache", "default_num_blocks", "gpu_num_blocks", "kv_block_bytes"]
+__all__ = ["KVCache", "buffer_shape", "default_num_blocks", "gpu_num_blocks", "kv_block_bytes"]
 
 DEFAULT_CACHE_BYTES = 256 * 2**20
-GPU_RESERVE_BYTES = 3 * 2**30
-NCCL_BYTES = 2**30
-"""What communicators of a few ranks take, and more."""
 
 
 class KVCache:
@@ -80,7 +79,8 @@ def gpu_num_blocks(
     placement = plan.placement
     num_slots = max(placement.slots_per_rank) if num_ranks > 1 else placement.num_physical_experts
     num_weights = sum(
-        prod(spec.shape) * (1 if spec.logical_expert_id is None else num_slots)
+        local_elements(spec, prod(spec.shape), model, config.tp)
+        * (1 if spec.logical_expert_id is None else num_slots)
         for spec in tensor_specs(model)
         if not spec.logical_expert_id
     )
@@ -90,57 +90,52 @@ def gpu_num_blocks(
             for spec in tensor_specs(model)
             if spec.logical_expert_id == 0 and spec.layer_idx == model.moe_layer_ids[0]
         )
-    query = model.num_attention_heads * model.head_dim
-    row_items = 4 * model.hidden_size + 3 * query + 2 * model.num_kv_heads * model.head_dim
-    buffer_bytes = config.max_num_batched_tokens * row_items * item_bytes
-    buffer_bytes += (
-        (3 * 256 + 2 * 64) * model.vocab_size * 4
-    )  # logits; those of rows with rules, and their marks
-    # All need Triton, which CPU machines may lack.
-    from moe_runtime.comm.gpu_exchange import MAX_SLICE
-    from moe_runtime.engine.gpu_experts import exchange_sizes
+    # These need Triton, which CPU machines may lack.
     from moe_runtime.kernels.attention_triton import decode_workspace_bytes
     from moe_runtime.layers.cuda_decoder import max_split_rows
     from moe_runtime.layers.row_parallel import adds_shards
-    from moe_runtime.layers.shard_sum import shard_sum_bytes
 
-    buffer_bytes += config.max_num_batched_tokens * len(model.moe_layer_ids) * model.num_experts_per_tok * 2
-
-    pair_items = model.moe_intermediate_size + model.hidden_size
-    rows = config.max_num_batched_tokens
-    if transport == "loopback":
-        size = config.loopback_ranks
-        buffer_bytes += size * exchange_sizes(plan, size, -(-rows // size)).symmetric_bytes
-        rows = min(rows, MAX_SLICE)
-    if num_ranks > 1:
-        sizes = exchange_sizes(plan, num_ranks, rows)
-        buffer_bytes += {"symmetric": sizes.symmetric_bytes, "deepep": sizes.expanded_bytes}.get(
-            transport, sizes.collective_bytes
-        )
-        buffer_bytes += NCCL_BYTES
-        rows = min(num_ranks * rows, MAX_SLICE)
-    if adds_shards(config.tp, config.invariance):
-        buffer_bytes += shard_sum_bytes(
-            config.tp, model.hidden_size, model.num_layers, config.max_num_batched_tokens, plan.torch_dtype
-        )
-    if plan.multiple_reduction.enabled:
-        # Slots before they are added; virtual ranks have rows of their own.
-        pair_items += model.hidden_size * (config.loopback_ranks if transport == "loopback" else 1)
-    buffer_bytes += rows * model.num_experts_per_tok * pair_items * item_bytes
-
-    split_rows = max_split_rows(model, plan.device)
-    buffer_bytes += decode_workspace_bytes(
-        split_rows, model.num_attention_heads, model.head_dim, plan.max_model_len
+    buffers = gpu_buffers(
+        buffer_shape(model, item_bytes),
+        max_rows=config.max_num_batched_tokens,
+        num_ranks=num_ranks,
+        transport=transport,
+        presums=plan.multiple_reduction.enabled,
+        loopback_ranks=config.loopback_ranks,
+        adding_ranks=config.tp if adds_shards(config.tp, config.invariance) else 1,
+        workspace_bytes=decode_workspace_bytes(
+            max_split_rows(model, plan.device), model.num_attention_heads, model.head_dim, plan.max_model_len
+        ),
     )
-    room_bytes = int(free_bytes * config.gpu_memory_utilization)
-    room_bytes -= num_weights * item_bytes + buffer_bytes + GPU_RESERVE_BYTES
     per_sequence = -(-plan.max_model_len // BLOCK_SIZE)
-    num_blocks = room_bytes // kv_block_bytes(model, plan.torch_dtype, config.tp)
+    num_blocks = kv_blocks_of(
+        free_bytes,
+        config.gpu_memory_utilization,
+        num_weights * item_bytes,
+        buffers,
+        kv_block_bytes(model, plan.torch_dtype, config.tp),
+    )
     if num_blocks < per_sequence:
         raise CapacityError(
             f"the GPU has {free_bytes / 2**30:.1f} GiB free and gpu_memory_utilization is "
             f"{config.gpu_memory_utilization:g}; after {num_weights * item_bytes / 2**30:.1f} GiB of weights and "
-            f"{buffer_bytes / 2**30:.1f} GiB of buffers not one sequence of max_model_len ({plan.max_model_len}) fits: "
-            "lower max_model_len or max_num_batched_tokens"
+            f"{buffers.total / 2**30:.1f} GiB of buffers not one sequence of max_model_len ({plan.max_model_len}) "
+            "fits: lower max_model_len or max_num_batched_tokens"
         )
     return int(min(num_blocks, config.max_num_seqs * per_sequence))
+
+
+def buffer_shape(config: ModelConfig, item_bytes: int) -> BufferShape:
+    """The dimensions that a rank's buffers are sized by."""
+    return BufferShape(
+        hidden=config.hidden_size,
+        vocab=config.vocab_size,
+        num_topk=config.num_experts_per_tok,
+        expert_width=config.moe_intermediate_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        num_layers=config.num_layers,
+        num_moe_layers=len(config.moe_layer_ids),
+        item_bytes=item_bytes,
+    )

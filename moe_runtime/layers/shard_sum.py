@@ -21,14 +21,15 @@ import torch
 from moe_runtime.comm.agreement import all_or_none
 from moe_runtime.comm.all_reduce import all_reduce
 from moe_runtime.comm.collective_exchange import rehearsal_group
+from moe_runtime.comm.exchange_bytes import shard_sum_bytes
 from moe_runtime.comm.flag_report import FlagReader
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.symmetric_all_reduce import SymmetricAllReduce
-from moe_runtime.comm.symmetric_memory import SymmetricSpace, carved_bytes
+from moe_runtime.comm.symmetric_memory import SymmetricSpace
 from moe_runtime.comm.tensor_parallel import TensorParallel
 from moe_runtime.kernels.peer_flags_triton import PeerFlags, count_step
 
-__all__ = ["CollectiveShardSum", "ShardSum", "SymmetricShardSum", "open_shard_sum", "shard_sum_bytes"]
+__all__ = ["CollectiveShardSum", "ShardSum", "SymmetricShardSum", "open_shard_sum"]
 
 logger = logging.getLogger(__name__)
 
@@ -177,13 +178,6 @@ class SymmetricShardSum(ShardSum):
         return self._reduce.reduce(*part.shape)
 
 
-def shard_sum_bytes(size: int, hidden: int, num_layers: int, max_rows: int, dtype: torch.dtype) -> int:
-    """Bytes of a rank's region in a group of ``size``."""
-    num_channels = SymmetricAllReduce.num_channels(num_layers)
-    num_bytes = SymmetricAllReduce.num_bytes(max_rows * hidden, torch.float32, dtype)
-    return num_bytes + carved_bytes((num_channels, size), torch.int32)
-
-
 def open_shard_sum(
     tensor_parallel: TensorParallel,
     hidden: int,
@@ -209,12 +203,12 @@ def open_shard_sum(
     group = tensor_parallel.group
     if group.size == 1 or not _is_symmetric(tensor_parallel, device):
         return CollectiveShardSum(replace(group, links=None), hidden, dtype, device)
-    num_bytes = shard_sum_bytes(group.size, hidden, num_layers, max_rows, dtype)
+    num_bytes = shard_sum_bytes(group.size, hidden, num_layers, max_rows, dtype.itemsize)
     space = SymmetricSpace.connect(group, num_bytes, device)
 
     def make() -> SymmetricShardSum:
         few = min(max_rows, max_graph_rows)
-        few_bytes = shard_sum_bytes(group.size, hidden, num_layers, few, dtype)
+        few_bytes = shard_sum_bytes(group.size, hidden, num_layers, few, dtype.itemsize)
         (own,) = SymmetricSpace.virtual(1, few_bytes, device)
         apart = SymmetricSpace([own.region] * group.size, group.rank)
         alone = SymmetricShardSum(apart, hidden, num_layers, few, dtype, live=False)

@@ -9,24 +9,11 @@ from math import prod
 from moe_runtime.engine.expert_weights import num_local_elements
 from moe_runtime.eplb.placement import ModelPlacement
 from moe_runtime.errors import CapacityError
-from moe_runtime.models.head_shard import num_local_kv_heads
-from moe_runtime.models.model_config import ModelConfig, TensorSpec
+from moe_runtime.models.model_config import ModelConfig
 from moe_runtime.models.registry import tensor_specs
+from moe_runtime.models.weight_share import local_elements
 
 __all__ = ["RankMemory", "check_fit", "rank_memory"]
-
-_KV_HEAD_ROLES = ("k_proj", "v_proj", "k_bias", "v_bias")
-_SPREAD_DIM = {
-    "embed": 0,
-    "lm_head": 0,
-    "q_proj": 0,
-    "q_bias": 0,
-    "o_proj": 1,
-    "gate_proj": 0,
-    "up_proj": 0,
-    "down_proj": 1,
-}
-"""By role, the dimension over which the ranks of a tensor-parallel group share a tensor that belongs to no expert."""
 
 PACKED_ITEM_BYTES = 4  # the CPU path packs weights as fp32, whatever the checkpoint's dtype
 
@@ -73,7 +60,7 @@ def rank_memory(
         moves_experts: Whether experts may be moved while serving.
     """
     num_elements = sum(
-        _local_elements(spec, num, config, tp) for spec, num in num_local_elements(config, placement, rank)
+        local_elements(spec, num, config, tp) for spec, num in num_local_elements(config, placement, rank)
     )
     num_spare = 0
     if moves_experts:
@@ -87,18 +74,6 @@ def rank_memory(
         kv_bytes=num_kv_blocks * kv_block_bytes,
         spare_bytes=num_spare * PACKED_ITEM_BYTES,
     )
-
-
-def _local_elements(spec: TensorSpec, num_elements: int, config: ModelConfig, tp: int) -> int:
-    """Elements of a tensor that the rank with the widest share keeps."""
-    if spec.logical_expert_id is not None:
-        return num_elements
-    if spec.role in _KV_HEAD_ROLES:
-        return num_elements // config.num_kv_heads * num_local_kv_heads(config, tp)
-    if spec.role in _SPREAD_DIM:
-        spread = spec.shape[_SPREAD_DIM[spec.role]]
-        return num_elements // spread * -(-spread // tp)
-    return num_elements
 
 
 def check_fit(ranks: Iterable[RankMemory], available_bytes: int) -> int:

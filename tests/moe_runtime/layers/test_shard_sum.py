@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from moe_runtime.comm.exchange_bytes import shard_sum_bytes
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.errors import CapacityError
 from tests.bits import HOSTILE_KINDS, assert_bits_equal, hostile
@@ -26,7 +27,6 @@ from moe_runtime.layers.shard_sum import (  # isort: skip
     CollectiveShardSum,
     SymmetricShardSum,
     open_shard_sum,
-    shard_sum_bytes,
 )
 from tests.gpu_engine import gpu_llm  # isort: skip
 
@@ -37,7 +37,7 @@ BF16 = torch.bfloat16
 
 
 def virtual_sums(size: int) -> list[SymmetricShardSum]:
-    num_bytes = shard_sum_bytes(size, HIDDEN, NUM_LAYERS, MAX_ROWS, BF16)
+    num_bytes = shard_sum_bytes(size, HIDDEN, NUM_LAYERS, MAX_ROWS, BF16.itemsize)
     spaces = SymmetricSpace.virtual(size, num_bytes, DEVICE)
     sums = [SymmetricShardSum(space, HIDDEN, NUM_LAYERS, MAX_ROWS, BF16, live=False) for space in spaces]
     assert all(each.num_bytes == num_bytes for each in sums)

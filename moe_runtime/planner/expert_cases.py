@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from bench_experts import PUBLIC_FUSED_MOE_MS
-from kernel_cases import MAX_COPY_BYTES, MIN_COPIES, SMOKE, Case, Cases, Launch, in_turn
 
 from moe_runtime.kernels.experts_triton import down, gate_up
 from moe_runtime.kernels.grouped_experts_triton import down_grouped, gate_up_grouped
 from moe_runtime.kernels.norm_triton import combine_residual_norm
 from moe_runtime.kernels.topk_triton import expert_order, expert_tiles, max_expert_tiles, topk
 from moe_runtime.layers.cuda_decoder import MAX_DECODE_ROWS
+from moe_runtime.planner.kernel_cases import MAX_COPY_BYTES, MIN_COPIES, SMOKE, Case, Cases, Launch, in_turn
 
 __all__ = ["expert_cases"]
 
@@ -30,18 +29,25 @@ class _Launches:
     num_touched: int = 0
 
 
-def expert_cases(cases: Cases) -> Iterator[Case]:
-    """top-k, gate_up, down, combine, and all but top-k as one chain, at every row count."""
+def expert_cases(cases: Cases, public_ms: Mapping[int, tuple[float, float]] | None = None) -> Iterator[Case]:
+    """top-k, gate_up, down, combine, and all but top-k as one chain, at every row count.
+
+    Args:
+        cases: Setting and device.
+        public_ms: By rows, milliseconds of another library's fused experts, balanced and skewed, to stand beside.
+    """
     s = cases.setting
     layer_bytes = 6 * s.num_experts * s.width * s.hidden
     num_layers = 2 if s is SMOKE else min(MIN_COPIES, MAX_COPY_BYTES // layer_bytes)
     w13 = cases.normal(num_layers, s.num_experts, 2 * s.width, s.hidden)
     w2 = cases.normal(num_layers, s.num_experts, s.hidden, s.width)
     for m in s.expert_rows:
-        yield from _cases_of(cases, m, w13, w2)
+        yield from _cases_of(cases, m, w13, w2, (public_ms or {}).get(m))
 
 
-def _cases_of(cases: Cases, m: int, w13: torch.Tensor, w2: torch.Tensor) -> Iterator[Case]:
+def _cases_of(
+    cases: Cases, m: int, w13: torch.Tensor, w2: torch.Tensor, public_ms: tuple[float, float] | None
+) -> Iterator[Case]:
     s, few, num_pairs = cases.setting, m <= MAX_DECODE_ROWS, m * cases.setting.num_topk
     launches = (_few if few else _grouped)(cases, m, w13, w2)
     touched = launches.num_touched / len(w13)
@@ -52,8 +58,8 @@ def _cases_of(cases: Cases, m: int, w13: torch.Tensor, w2: torch.Tensor) -> Iter
     down_bytes = 2 * (touched * s.width * s.hidden + num_pairs * (s.width + s.hidden))
     flops = 2 * num_pairs * s.width * s.hidden
     public = {}
-    if s is not SMOKE:
-        balanced_ms, skewed_ms = PUBLIC_FUSED_MOE_MS[m]
+    if public_ms is not None:
+        balanced_ms, skewed_ms = public_ms
         public = {"vLLM 0.22.0, balanced": 1e3 * balanced_ms, "vLLM 0.22.0, power law": 1e3 * skewed_ms}
     name = "topk" if few else "topk + order + tiles"
     yield Case(kernel=name, rows=m, launches=launches.choices, num_bytes=choice_bytes)

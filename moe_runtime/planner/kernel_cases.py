@@ -1,4 +1,4 @@
-"""Kernels of the engine as benchmarks launch them: real shapes, schedules, block tables, and what each must move."""
+"""Kernels of the engine as they are timed: real shapes, schedules, block tables, and what each must move."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from shapes import QWEN3_30B_A3B
 
 from moe_runtime.kernels.attention_tiles import make_row_tiles
 from moe_runtime.kernels.attention_tree_triton import TREE, AttentionTree, attention_work
@@ -24,8 +23,19 @@ from moe_runtime.kernels.sampling import RowSampling
 from moe_runtime.kernels.sampling_triton import SamplingRows, greedy, sample
 from moe_runtime.kernels.softmax_triton import log_softmax_stats
 from moe_runtime.layers.cuda_decoder import MAX_DECODE_ROWS
+from moe_runtime.planner.shapes import ModelShape
 
-__all__ = ["FULL", "MAX_COPY_BYTES", "MIN_COPIES", "SMOKE", "Case", "Cases", "Launch", "Setting", "in_turn"]
+__all__ = [
+    "MAX_COPY_BYTES",
+    "MIN_COPIES",
+    "SMOKE",
+    "Case",
+    "Cases",
+    "Launch",
+    "Setting",
+    "in_turn",
+    "setting_of",
+]
 
 EPS = 1e-6
 KV_BLOCK = 64
@@ -65,21 +75,6 @@ class Setting:
         return self.query + 2 * self.num_kv_heads * self.head_dim
 
 
-FULL = Setting(
-    hidden=QWEN3_30B_A3B["hidden_size"],
-    width=QWEN3_30B_A3B["moe_intermediate_size"],
-    num_experts=QWEN3_30B_A3B["num_experts"],
-    num_topk=QWEN3_30B_A3B["num_experts_per_tok"],
-    num_heads=QWEN3_30B_A3B["num_attention_heads"],
-    num_kv_heads=QWEN3_30B_A3B["num_key_value_heads"],
-    head_dim=QWEN3_30B_A3B["head_dim"],
-    vocab=QWEN3_30B_A3B["vocab_size"],
-    rows=(1, 8, 32, 128, 512, 4096),
-    expert_rows=(1, 8, 32, 128, 512, 4096, 8192),
-    max_head_rows=128,
-    contexts=(200, 2500),
-    prefills=((1, 512), (2, 2048)),
-)
 SMOKE = Setting(
     hidden=64, width=32, num_experts=8, num_topk=2, num_heads=4, num_kv_heads=2, head_dim=32, vocab=300,
     rows=(1, 3, 264), expert_rows=(1, 3, 264), max_head_rows=3, contexts=(20, 520), prefills=((1, 70), (2, 150)),
@@ -328,6 +323,26 @@ class Cases:
         copy_bytes = 2 * math.prod(shape)
         num = min(max(MIN_COPIES, -(-COLD_BYTES // copy_bytes)), max(1, MAX_COPY_BYTES // copy_bytes))
         return list(self.normal(2 if self.setting is SMOKE else num, *shape, scale=scale).unbind(0))
+
+
+def setting_of(shape: ModelShape) -> Setting:
+    """What is measured of a model."""
+    attention = shape.attention
+    return Setting(
+        hidden=shape.hidden,
+        width=shape.expert_width,
+        num_experts=shape.num_experts,
+        num_topk=shape.num_topk,
+        num_heads=attention.num_heads,
+        num_kv_heads=attention.num_kv_heads,
+        head_dim=attention.head_dim,
+        vocab=shape.vocab,
+        rows=(1, 8, 32, 128, 512, 4096),
+        expert_rows=(1, 8, 32, 128, 512, 4096, 8192),
+        max_head_rows=128,
+        contexts=(200, 2500),
+        prefills=((1, 512), (2, 2048)),
+    )
 
 
 def in_turn(*launches: Launch) -> Launch:

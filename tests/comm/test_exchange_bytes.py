@@ -1,0 +1,53 @@
+"""Bytes of exchange buffers are those of the tensors that are carved."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+
+from moe_runtime.comm.exchange_bytes import (
+    ALIGNMENT_BYTES,
+    MAX_FIXED_ROWS,
+    MAX_SLICE,
+    MAX_SLOT_POSITIONS,
+    ExchangeBytes,
+    carved,
+)
+
+
+def sizes(**change):
+    return ExchangeBytes(
+        **({"size": 3, "max_rows": 5, "hidden": 40, "num_topk": 4, "num_layers": 7, "item_bytes": 2} | change)
+    )
+
+
+@pytest.mark.parametrize("presums", [False, True])
+@pytest.mark.parametrize("change", [{}, {"size": 8, "max_rows": 4096, "hidden": 2048}, {"max_rows": 1}])
+def test_a_region_is_the_sum_of_its_tensors(change, presums):
+    torch = pytest.importorskip("torch")
+    gpu_exchange = pytest.importorskip("moe_runtime.comm.gpu_exchange", exc_type=ImportError)
+    own = sizes(**change, presums=presums)
+    names = ("size", "max_rows", "hidden", "num_topk", "num_layers", "presums")
+    theirs = gpu_exchange.ExchangeSizes(**{name: getattr(own, name) for name in names}, dtype=torch.bfloat16)
+    assert own.symmetric == sum(
+        carved(prod(shape) * dtype.itemsize) for shape, dtype in theirs.symmetric.values()
+    )
+    assert theirs.symmetric_bytes == own.symmetric
+    assert theirs.collective_bytes == own.collective
+
+
+def test_slices_hold_a_slot_table_and_no_more_than_the_limit():
+    dispatch = pytest.importorskip("moe_runtime.kernels.dispatch_triton", exc_type=ImportError)
+    assert dispatch.MAX_POSITIONS == MAX_SLOT_POSITIONS
+    assert sizes().slice_positions == MAX_SLOT_POSITIONS
+    assert sizes(max_rows=10**6).slice_positions == MAX_SLICE
+    assert sizes().rows_home == 4
+    assert sizes(presums=True).rows_home == 3
+
+
+def test_whole_alignments_are_carved_and_fixed_rows_are_bounded():
+    assert [carved(n) for n in (0, 1, ALIGNMENT_BYTES, ALIGNMENT_BYTES + 1)] == [0, 1024, 1024, 2048]
+    small, large = sizes(max_rows=MAX_FIXED_ROWS), sizes(max_rows=2 * MAX_FIXED_ROWS)
+    assert large.collective < 2 * small.collective
+    assert large.expanded == 2 * small.expanded == 4 * 3 * 2 * MAX_FIXED_ROWS * 4 * 80

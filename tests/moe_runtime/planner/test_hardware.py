@@ -1,0 +1,123 @@
+"""Device files: units and sources everywhere, own figures those that were recorded, bad files refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+
+from moe_runtime.planner.hardware import (
+    FOLDER,
+    SOURCES,
+    hardware_names,
+    load_hardware,
+    public_tables,
+    read_hardware,
+)
+
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
+RAW = json.loads((FOLDER / "h200.json").read_text())
+
+
+def test_every_device_of_the_promise_is_there():
+    assert {"h200", "h100", "b200", "a100", "mi300x", "cpu"} <= set(hardware_names())
+
+
+@pytest.mark.parametrize("name", hardware_names())
+def test_every_figure_has_a_unit_and_a_source(name):
+    device = load_hardware(name)
+    assert device.name == name
+    for figure in device.figures.values():
+        assert figure.unit in ("bytes", "GB/s", "TFLOP/s")
+        assert figure.kind in SOURCES
+    assert device.kernels
+    assert device.sources["kernels"].split(":")[0] in SOURCES
+    for rate in ("memory_gbps", "bf16_tflops", "fp8_tflops", "node_link_gbps"):
+        assert device[f"attained_{rate}"] <= device[rate]
+
+
+def test_kernel_times_of_the_h200_are_the_recorded_ones():
+    recorded = json.loads((RESULTS / "kernels_h200.json").read_text())["kernels"]
+    times = {(row["rows"], int(row["bytes"]), int(row["flops"]), round(row["us"], 3)) for row in recorded}
+    kept = [row for row in RAW["kernels"] if row["rows"] != 16384]
+    assert len(kept) > 60
+    for row in kept:
+        assert (row["rows"], row["bytes"], row["flops"], row["us"]) in times, row
+
+
+def test_exchange_and_host_times_of_the_h200_are_the_recorded_ones():
+    recorded = json.loads((RESULTS / "dispatch_h200.json").read_text())["results"]
+    layers = {row["tokens_per_rank"]: row for row in recorded if row["kind"] == "layer"}
+    for row in RAW["exchange"]:
+        assert row["exposed_us"] == layers[row["tokens"]]["exposed_us"]
+        assert row["bytes_out"] == layers[row["tokens"]]["bytes_out"]
+    runs = json.loads((RESULTS / "engine_h200.json").read_text())["runs"]
+    hosts = [run["host_ms_per_step"] for run in runs if "host_ms_per_step" in run]
+    assert {str(row["rows"]): row["us"] / 1e3 for row in RAW["host"]} in hosts
+
+
+def test_no_time_of_a_whole_run_is_in_a_device_file():
+    """Calibration is by kernels and transports alone."""
+    text = json.dumps({name: json.loads((FOLDER / f"{name}.json").read_text()) for name in hardware_names()})
+    for key in ("decode_ms", "prefill_tokens_per_s", "throughput", "output_tokens_per_s"):
+        assert key not in text
+
+
+def test_a_device_without_times_takes_over_efficiencies_and_says_so():
+    h100, h200 = load_hardware("h100"), load_hardware("h200")
+    assert h100.sources["kernels"].startswith("modelled: h200's efficiency")
+    share = 3141 / 4500
+    assert h100.kernels[0]["bytes"] == pytest.approx(h200.kernels[0]["bytes"] * share)
+    assert load_hardware("mi300x").not_run_reason
+
+
+def test_public_tables_name_their_source():
+    assert "Apache-2.0" in public_tables()["source"]
+    assert {row["ranks"] for row in public_tables()["nccl"]} == {2, 4, 8}
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (
+            ("figures", "memory_gbps", "value"),
+            float("nan"),
+            r"figures.memory_gbps.value \(nan\) must be a finite",
+        ),
+        (("figures", "memory_gbps", "value"), -1, r"figures.memory_gbps.value \(-1\)"),
+        (("figures", "memory_gbps", "unit"), "TB/s", r"figures.memory_gbps.unit \('TB/s'\) must be 'GB/s'"),
+        (
+            ("figures", "memory_gbps", "source"),
+            "guess",
+            r"source \('guess'\) must begin with one of measured",
+        ),
+        (("figures", "network_gbps"), None, r"figures.network_gbps \(None\) must be an object"),
+        (("kind",), "tpu", r"kind \('tpu'\) must be gpu or cpu"),
+        (("gpus_per_node",), 0, r"gpus_per_node \(0\)"),
+        (("kernels_source",), "", r"kernels_source \(''\) must begin"),
+        (("kernels", 0, "us"), 0, r"kernels: us \(0\) must be positive"),
+        (("kernels", 0, "bytes"), float("inf"), r"kernels: bytes \(inf\)"),
+        (("kernels", 0), 7, r"kernels must hold objects"),
+        (("efficiency_of",), "nothing", r"gpu \('nothing'\) must be one of"),
+    ],
+)
+def test_a_file_that_breaks_a_rule_is_refused_by_name(path, value, message):
+    raw = copy.deepcopy(RAW)
+    place = raw
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    with pytest.raises(ValueError, match=message):
+        read_hardware(raw)
+
+
+def test_an_unknown_device_and_a_broken_file(tmp_path):
+    with pytest.raises(ValueError, match=r"gpu \('h300'\) must be one of a100, b200, cpu, h100"):
+        load_hardware("h300")
+    (tmp_path / "x.json").write_text("{")
+    with pytest.raises(ValueError, match="cannot be read as JSON"):
+        load_hardware(str(tmp_path / "x.json"))
+    with pytest.raises(ValueError, match="must hold a JSON object"):
+        read_hardware([])
