@@ -1,7 +1,7 @@
 """What a rank shows its peers while they wait for it: a page of shared words, and what a peer concludes from them.
 
-Words: beats of a thread of its own, every ``PULSE_S``; CPU time in milliseconds of the thread that made the pulse, and
-runs the rank; exchanges begun; whether it is inside one; steps begun. A process that stands still does not beat. One
+Words: beats of a thread of its own, every ``PULSE_S``; CPU time in milliseconds of the thread that runs the
+rank's steps; exchanges begun; whether it is inside one; steps begun. A process that stands still does not beat. One
 that beats, is in no exchange and whose thread takes no CPU time neither works nor waits for rows: it is late.
 """
 
@@ -33,7 +33,8 @@ class Pulse:
         self.descriptor = os.memfd_create("moe-runtime pulse", os.MFD_CLOEXEC)
         os.ftruncate(self.descriptor, _NUM_BYTES)
         self._words = _map(self.descriptor)
-        self._clock = time.pthread_getcpuclockid(threading.get_ident())
+        self._thread = threading.get_ident()
+        self._clock = time.pthread_getcpuclockid(self._thread)
         self._ended = threading.Event()
         threading.Thread(target=self._beat, name="pulse", daemon=True).start()
 
@@ -47,7 +48,10 @@ class Pulse:
         self._words[_INSIDE] = 0
 
     def begin_step(self) -> None:
-        """One more step."""
+        """One more step, which the calling thread runs."""
+        thread = threading.get_ident()
+        if thread != self._thread:
+            self._thread, self._clock = thread, time.pthread_getcpuclockid(thread)
         self._words[_STEPS] += 1
 
     @property
@@ -87,7 +91,7 @@ class PeerPulse:
         beats, cpu_ms = int(self._words[_BEATS]), int(self._words[_CPU_MS])
         if beats != self._beats:
             self._beats, self._beat_s = beats, now_s
-        if cpu_ms - self._work_ms >= WORK_MS or self._words[_INSIDE]:
+        if abs(cpu_ms - self._work_ms) >= WORK_MS or self._words[_INSIDE]:  # less: of another thread
             self._work_ms, self._work_s = cpu_ms, now_s
 
     def silent_s(self, now_s: float) -> float:

@@ -10,6 +10,7 @@ result is dropped and counted nowhere. What overlaps is a schedule: it changes n
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -43,6 +44,8 @@ class Engine:
         eos_token_ids: Ids that end a sequence.
         tensor_parallel: The ranks that run this one's steps with it; by default none.
         mover: Moves experts between steps; None where they stay.
+        control: The ranks by channels that no step uses, where the runner runs steps in a thread
+            (comm/control_group.py); by default ``group``.
     """
 
     def __init__(
@@ -54,12 +57,17 @@ class Engine:
         eos_token_ids: SequenceOf[int],
         tensor_parallel: TensorParallel | None = None,
         mover: ExpertMover | None = None,
+        control: RankGroup | None = None,
     ) -> None:
         self.tensor_parallel = tensor_parallel or TensorParallel()
         self.mover = mover
         assert self.tensor_parallel.is_first, "the other ranks of a group have a Follower"
         self.runner = runner
         self.group = group
+        self.control = control or group
+        assert not runner.in_thread or group.size == 1 or control is not None, (
+            "a thread has the group's channels"
+        )
         self.eos_token_ids = frozenset(eos_token_ids)
         self.scheduler = Scheduler(scheduler_config, BlockManager(num_kv_blocks))
         self.num_steps = 0
@@ -111,15 +119,21 @@ class Engine:
             **({} if self.mover is None else self.mover.vector_fields()),
         )
         self.last_vector = vector
-        view = exchange_step(vector, self.group, self.tensor_parallel.size)
+        view = exchange_step(vector, self.control, self.tensor_parallel.size)
         if self.mover is not None:
+            if self.mover.is_active:
+                self.runner.settle()  # the boundary may change weights
             self.mover.boundary(view)
         if view.is_empty:
             return view, outputs + self._collect()
         if plan is not None:
             self.tensor_parallel.broadcast(plan, plan.shape[0])
-        with self.group.step(), self.tensor_parallel.group.step():
-            launched = self.runner.launch(chunks, view.tokens_per_rank, is_decode=view.is_decode)
+        launch = functools.partial(self.runner.launch, chunks, view.tokens_per_rank, is_decode=view.is_decode)
+        if self.runner.in_thread:
+            launched = launch()
+        else:
+            with self.group.step(), self.tensor_parallel.group.step():
+                launched = launch()
         started = _StepUnderWay(launched, [_ChunkUnderWay.start(chunk) for chunk in chunks])
         outputs += self._collect()
         self._under_way = started

@@ -7,6 +7,7 @@ eplb/load.py says what the counts mean for ranks.
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import ABC, abstractmethod
 
@@ -52,6 +53,8 @@ class HostExpertLoad(ExpertLoad):
     def __init__(self, num_moe_layers: int, num_experts: int) -> None:
         super().__init__()
         self.counts = np.zeros(num_moe_layers * num_experts, dtype=np.int64)
+        # One thread may add a step while another takes the counts: whole steps are given.
+        self._lock = threading.Lock()
         self._first = (np.arange(num_moe_layers) * num_experts)[:, None]
 
     def tensor(self) -> torch.Tensor:
@@ -64,12 +67,15 @@ class HostExpertLoad(ExpertLoad):
         if num_tokens == 0:
             return
         bins = routing.numpy().reshape(num_layers, num_tokens * num_topk) + self._first
-        self.counts += np.bincount(bins.reshape(-1), minlength=self.counts.shape[0])
-        self._has_news = True
+        counts = np.bincount(bins.reshape(-1), minlength=self.counts.shape[0])
+        with self._lock:
+            self.counts += counts
+            self._has_news = True
 
     def take(self) -> bytes | None:
         """See ``ExpertLoad.take``."""
-        return self.counts.astype("<i8").tobytes() if self._is_due() else None
+        with self._lock:
+            return self.counts.astype("<i8").tobytes() if self._is_due() else None
 
 
 class DeviceExpertLoad(ExpertLoad):

@@ -13,16 +13,18 @@ import logging
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, fields, replace
+from typing import Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from moe_runtime.comm.control_group import open_control_group
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.tensor_parallel import open_tensor_parallel
 from moe_runtime.comm.transports import open_transport
-from moe_runtime.engine.backend import Deployment, plan_deployment, start_engine
+from moe_runtime.engine.backend import Deployment, needs_control_group, plan_deployment, start_engine
 from moe_runtime.engine.config import EngineConfig
 from moe_runtime.engine.engine import Engine
 from moe_runtime.engine.expert_mover import ExpertMover
@@ -112,6 +114,7 @@ class LLM:
         self.config = msgspec.convert({"model": model, **options}, EngineConfig)
         self.group = group or RankGroup()
         self._engine: Engine | Follower | None = None
+        self._control: RankGroup | None = None
         plan = plan_model(self.config, self.group)
         if self.group.rank == 0 and self.config.invariance == "batch":  # elsewhere nobody could expect it
             logger.info("%s", plan.multiple_reduction)
@@ -187,14 +190,19 @@ class LLM:
             self._mover.close()
         # Nobody's links end while another rank still takes rows from them.
         replace(self.group, links=None).all_gather(torch.zeros(1))
-        for links in (self.group.links, self.model.tensor_parallel.group.links):
+        control = None if self._control is None else self._control.links
+        for links in (self.group.links, self.model.tensor_parallel.group.links, control):
             if links is not None:
                 links.close()
 
     def _start_engine(self, deployment: Deployment) -> None:
         self.deployment = deployment
         self.limits = deployment.limits
-        self._engine = start_engine(self.model, deployment, self.config, self.group, mover=self._mover)
+        if self._control is None and needs_control_group(self.config, self.model.plan.device.type):
+            self._control = open_control_group(self.group)
+        self._engine = start_engine(
+            self.model, deployment, self.config, self.group, mover=self._mover, control=self._control
+        )
 
     def reconfigure(
         self,
@@ -203,6 +211,7 @@ class LLM:
         max_num_batched_tokens: int | None = None,
         kv_cache_blocks: int | None = None,
         enforce_eager: bool | None = None,
+        overlap: Literal["auto", "on", "off"] | None = None,
     ) -> None:
         """Start a fresh engine with other limits around the same weights; None keeps a limit. All ranks alike.
 
@@ -222,6 +231,7 @@ class LLM:
             max_num_batched_tokens=max_num_batched_tokens or config.max_num_batched_tokens,
             kv_cache_blocks=kv_cache_blocks or config.kv_cache_blocks,
             enforce_eager=config.enforce_eager if enforce_eager is None else enforce_eager,
+            overlap=overlap or config.overlap,
         )
         deployment = plan_deployment(self.model.plan, wanted, self.group, self.transport.name)
         before = self.deployment
