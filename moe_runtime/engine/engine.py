@@ -77,6 +77,7 @@ class Engine:
         self.last_step_ms = 0.0
         self.last_vector = StepVector()
         self._under_way: _StepUnderWay | None = None
+        self._early_outputs: list[SequenceOutput] = []
 
     def add_request(self, request: Request) -> None:
         """Queue a request made by ``make_request``."""
@@ -85,6 +86,14 @@ class Engine:
     def abort(self, request_id: str, choice_idx: int | None = None) -> None:
         """Forget a request or one of its choices between steps; its blocks are free at once."""
         self.scheduler.abort(request_id, choice_idx)
+
+    def preempt(self, request_id: str) -> None:
+        """Take a request's blocks between steps, as want of blocks does; for checks. It goes on by itself.
+
+        A preempted sequence is recomputed from its token ids, so the step under way is waited for.
+        """
+        self._early_outputs += self._collect()
+        self.scheduler.preempt(request_id)
 
     def abort_all(self) -> None:
         """Forget everything."""
@@ -106,7 +115,9 @@ class Engine:
             runner overlaps. An empty view ran nothing.
         """
         start = time.perf_counter()
-        outputs = [] if self._may_overlap() else self._collect()
+        outputs, self._early_outputs = self._early_outputs, []
+        if not self._may_overlap():
+            outputs += self._collect()
         chunks = self.scheduler.schedule()
         plan = self._plan_for_followers(chunks)
         vector = StepVector(

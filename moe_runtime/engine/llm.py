@@ -26,6 +26,7 @@ from moe_runtime.comm.tensor_parallel import open_tensor_parallel
 from moe_runtime.comm.transports import open_transport
 from moe_runtime.engine.backend import Deployment, needs_control_group, plan_deployment, start_engine
 from moe_runtime.engine.config import EngineConfig
+from moe_runtime.engine.disturbances import Disturbances, PlannedDisturbances
 from moe_runtime.engine.engine import Engine
 from moe_runtime.engine.expert_mover import ExpertMover
 from moe_runtime.engine.follower import Follower
@@ -266,6 +267,7 @@ class LLM:
         ranks: SequenceOf[int] | None = None,
         arrival_steps: SequenceOf[int] | None = None,
         moves: Mapping[int, ModelPlacement | None] | None = None,
+        disturbances: PlannedDisturbances | None = None,
         on_finished: Callable[[int], None] | None = None,
     ) -> list[RequestOutput]:
         """Run requests to their end; under torchrun a collective of all ranks with equal arguments.
@@ -278,6 +280,7 @@ class LLM:
             arrival_steps: Step at which each prompt arrives; by default all at the first.
             moves: By step of this call, a placement that experts are moved to from then on, or None for one that evens
                 out the load so far; one layer a step, as soon as the move before is complete. No result depends on it.
+            disturbances: Preemptions and aborts, for checks.
             on_finished: Told the number of this rank's prompts that have finished.
 
         Returns:
@@ -318,7 +321,10 @@ class LLM:
             if owner[i] % self.num_engines * self.config.tp == self.group.rank
         )
         try:
-            finished = self._run([(step, requests[i]) for step, i in mine], on_finished, scheduled)
+            disturbing = Disturbances(self.engine, disturbances)
+            finished = self._run(
+                [(step, requests[i]) for step, i in mine], on_finished, scheduled, disturbing
+            )
         except BaseException:
             self.engine.abort_all()  # or what is left would answer requests of the next call
             raise
@@ -378,6 +384,7 @@ class LLM:
         arrivals: list[tuple[int, Request]],
         on_finished: Callable[[int], None] | None,
         moves: ScheduledMoves,
+        disturbances: Disturbances,
     ) -> dict[str, RequestOutput]:
         """Step with all ranks until nothing is left anywhere; returns this rank's results."""
         collectors = {request.request_id: _Collector(request, self.tokenizer) for _, request in arrivals}
@@ -387,6 +394,8 @@ class LLM:
             moves.ask(step)
             while pending and pending[-1][0] <= step:
                 self.engine.add_request(pending.pop()[1])
+            for request_id in disturbances.before_step():
+                collectors[request_id].choices[0].finish_reason = "abort"
             view, outputs = self.engine.step(num_pending=len(pending) + moves.num_pending)
             step += 1
             for output in outputs:
@@ -397,6 +406,7 @@ class LLM:
                 on_finished(sum(collector.is_finished for collector in collectors.values()))
             if view.may_sleep:
                 moves.finish()
+                disturbances.finish(list(collectors))
                 return {request_id: collector.result() for request_id, collector in collectors.items()}
 
 

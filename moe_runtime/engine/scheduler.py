@@ -90,6 +90,11 @@ class Scheduler:
                 queue.remove(sequence)
                 self._end(sequence)
 
+    def preempt(self, request_id: str) -> None:
+        """Take the blocks of a request's running sequences; their tokens must be known."""
+        for sequence in [s for s in self.running if s.request_id == request_id]:
+            self._preempt(sequence)
+
     def finish(self, sequence: Sequence) -> None:
         """Take out a sequence that ended."""
         self.running.remove(sequence)
