@@ -132,15 +132,15 @@ def answers_of_every_rank(context: RankContext, folder: str) -> list[Any]:
 
 
 def test_every_rank_gives_the_same_answer(ranks, tmp_path) -> None:
-    """BI-17, BI-23, BI-24: sixteen times the same, over all ranks of one, two and four, and beside idle ones"""
+    """BI-17, BI-23, BI-24: sixteen times the same, on one rank and over four, and beside idle ones"""
     folder = str(write_checkpoint(tmp_path, tiny_config("qwen3_moe")))
     found = [
         answer
-        for size in (1, 2, 4)
+        for size in (1, 4)
         for of_rank in ranks(size, answers_of_every_rank, folder)
         for answer in of_rank
     ]
-    assert len(found) == 7 * 17
+    assert len(found) == 5 * 17
     assert all(answer == found[0] for answer in found)
 
 

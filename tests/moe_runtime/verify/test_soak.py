@@ -60,6 +60,15 @@ def test_a_soak_of_two_rounds_passes_and_says_what_it_was(
     assert report.exit_code is CheckExit.EQUAL
 
 
+def test_control_a_tree_switched_off_is_seen(
+    llm: LLM, small_check: Callable[..., CheckConfig], progress: ProgressFactory
+) -> None:
+    config = small_check(soak_minutes=SECONDS, num_prompts=2, max_tokens=2, control="free-gemm")
+    report = check(llm, config, progress)
+    assert report.noticed_by == ["soak"]
+    assert report.exit_code is CheckExit.DIFFERENT
+
+
 def test_it_comes_after_the_axes_that_are_named(small_check: Callable[..., CheckConfig]) -> None:
     config = small_check(soak_minutes=0.5)
     assert config.axis_names == ("soak",)
