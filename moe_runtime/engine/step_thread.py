@@ -23,17 +23,25 @@ END_WAIT_S = 2.0
 _Result = TypeVar("_Result")
 
 
+class _Failure:
+    """The first one of some jobs in a row, and whether somebody has been told."""
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        self.is_told = False
+
+
 class Job(Generic[_Result]):
     """Something that the thread runs, has run or refuses to run.
 
     Args:
         work: What to run.
-        before: The job before it, if nobody has waited for that one yet.
+        failure: That of the jobs before it, if nobody has been told yet.
     """
 
-    def __init__(self, work: Callable[[], _Result], before: Job[_Result] | None) -> None:
+    def __init__(self, work: Callable[[], _Result], failure: _Failure) -> None:
         self._work: Callable[[], _Result] | None = work
-        self._before = before
+        self._failure = failure
         self._ended = threading.Event()
         self._results: list[_Result] = []
         self._error: BaseException | None = None
@@ -42,10 +50,12 @@ class Job(Generic[_Result]):
         """The result, once it is there.
 
         Raises:
-            BaseException: what the work raised, or the job before it where nobody had waited for that one.
+            BaseException: what the work raised, or a job before it, of which nobody had been told when this one was
+                handed in.
         """
         self._ended.wait()
         if self._error is not None:
+            self._failure.is_told = True
             raise self._error
         return self._results[0]
 
@@ -56,16 +66,15 @@ class Job(Generic[_Result]):
 
     def run(self) -> None:
         """For the thread."""
-        work, before = self._work, self._before
-        self._work = self._before = None
+        work, self._work = self._work, None
         assert work is not None, "a job runs once"
         try:
             # What follows a step that failed would run on what that one left undone.
-            if before is not None and before._error is not None:
-                raise before._error
+            if self._failure.error is not None:
+                raise self._failure.error
             self._results.append(work())
         except BaseException as error:
-            self._error = error
+            self._error = self._failure.error = error
         finally:
             self._ended.set()
 
@@ -76,6 +85,7 @@ class StepThread(Generic[_Result]):
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Job[_Result] | None] = queue.SimpleQueue()
         self._last: Job[_Result] | None = None
+        self._failure = _Failure()
         self._thread = threading.Thread(
             target=_run_jobs, args=(self._jobs, torch.get_num_threads()), name=THREAD_NAME, daemon=True
         )
@@ -84,9 +94,9 @@ class StepThread(Generic[_Result]):
 
     def submit(self, work: Callable[[], _Result]) -> Job[_Result]:
         """Run ``work`` after all that was handed in before."""
-        last = self._last
-        job = Job(work, last if last is not None and not last.has_ended else None)
-        self._last = job
+        if self._failure.is_told:  # what is still queued behind it fails; this does not
+            self._failure = _Failure()
+        self._last = job = Job(work, self._failure)
         self._jobs.put(job)
         return job
 

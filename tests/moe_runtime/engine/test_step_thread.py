@@ -41,22 +41,27 @@ def test_submit_returns_before_the_job_has_run_and_settle_after() -> None:
     thread.close()
 
 
-def test_what_was_queued_behind_a_failure_fails_alike_and_what_comes_after_runs() -> None:
+def test_what_was_queued_behind_a_failure_fails_alike_and_what_comes_after_it_was_told_runs() -> None:
+    """Also where what was queued behind has still to fail when the next job is handed in."""
     thread: StepThread[None] = StepThread()
-    may_go, ran = threading.Event(), []
+    may_fail, ran = threading.Event(), []
 
     def fail() -> None:
-        assert may_go.wait(20)
+        assert may_fail.wait(20)
         raise OSError("the first")
 
     failing = thread.submit(fail)
-    behind = thread.submit(lambda: ran.append("behind"))
-    may_go.set()
-    for job in (failing, behind):
+    behind = [thread.submit(lambda: ran.append("behind")) for _ in range(500)]
+    may_fail.set()
+    with pytest.raises(OSError, match="the first"):
+        failing.wait()
+    after = thread.submit(lambda: ran.append("after"))
+    after.wait()
+    for job in behind:
         with pytest.raises(OSError, match="the first"):
             job.wait()
-    thread.submit(lambda: ran.append("after")).wait()
-    assert ran == ["after"]
+    thread.submit(lambda: ran.append("last")).wait()
+    assert ran == ["after", "last"]
     thread.close()
 
 

@@ -175,6 +175,7 @@ def test_world_sizes_give_one_digest_and_every_rank_the_same_report(
     assert {report.exit_code for report in reports} == {CheckExit.EQUAL}
 
 
+@pytest.mark.slow  # the ordinary suite has eight ranks in tests/moe_runtime/engine/test_cpu_runner.py
 def test_interruptions_overlap_and_scoring_hold_on_eight_ranks(
     ranks: Callable[..., list[Any]], tiny_model: Path
 ) -> None:

@@ -60,6 +60,7 @@ def test_a_soak_of_two_rounds_passes_and_says_what_it_was(
     assert report.exit_code is CheckExit.EQUAL
 
 
+@pytest.mark.slow
 def test_control_a_tree_switched_off_is_seen(
     llm: LLM, small_check: Callable[..., CheckConfig], progress: ProgressFactory
 ) -> None:
