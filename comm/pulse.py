@@ -1,9 +1,9 @@
 """What a rank shows its peers while they wait for it: a page of shared words, and what a peer concludes from them.
 
-Words: beats of a thread of its own, every ``PULSE_S``; CPU time in milliseconds of the thread that made the pulse, and
-runs the rank; exchanges begun; whether it is inside one, of any group of this process; steps begun. A process that
-stands still does not beat. One that beats, is in no exchange and whose thread takes no CPU time neither works nor waits
-for rows: it is late. Ranks without shared memory send the words (pulse_sockets.py).
+Words: beats of a thread of its own, every ``PULSE_S``; CPU time in milliseconds of the thread that runs the rank's
+steps; exchanges begun; whether it is inside one, of any group of this process; steps begun. A process that stands still
+does not beat. One that beats, is in no exchange and whose thread takes no CPU time neither works nor waits for rows: it
+is late. Ranks without shared memory send the words (pulse_sockets.py).
 """
 
 from __future__ import annotations
@@ -70,7 +70,10 @@ class Pulse:
         self._set_inside(0)
 
     def begin_step(self) -> None:
-        """One more step."""
+        """One more step, which the calling thread runs."""
+        thread = threading.get_ident()
+        if thread != self._thread:
+            self._thread, self._clock = thread, time.pthread_getcpuclockid(thread)
         self._words[_STEPS] += 1
 
     @property
@@ -126,7 +129,7 @@ class PeerPulse:
         beats, cpu_ms = int(self._words[_BEATS]), int(self._words[_CPU_MS])
         if beats != self._beats:
             self._beats, self._beat_s = beats, now_s
-        if cpu_ms - self._work_ms >= WORK_MS or self._words[_INSIDE]:
+        if abs(cpu_ms - self._work_ms) >= WORK_MS or self._words[_INSIDE]:  # less: of another thread
             self._work_ms, self._work_s = cpu_ms, now_s
 
     def silent_s(self, now_s: float) -> float:

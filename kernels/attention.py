@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from moe_runtime.kernels.schedules import ROW_TILE, Control, active_control
@@ -73,29 +74,25 @@ def make_attention_plan(
         block_tables: KV blocks of each sequence, enough for start + query_len keys.
         num_groups: G.
     """
-    tokens, groups, positions, tables, keys = [], [], [], [], []
-    max_blocks = max((len(table) for table in block_tables), default=0)
-    first_token = 0
-    for query_len, start, table in zip(query_lens, start_positions, block_tables, strict=True):
-        num_rows = query_len * num_groups
-        num_tiles = -(-num_rows // ROW_TILE)
-        row = torch.arange(num_tiles * ROW_TILE)
-        real = row < num_rows
-        token = row // num_groups
-        tokens.append(torch.where(real, first_token + token, 0).view(num_tiles, ROW_TILE))
-        groups.append((row % num_groups).view(num_tiles, ROW_TILE))
-        positions.append(torch.where(real, start + token, -1).view(num_tiles, ROW_TILE))
-        padded = list(table) + [0] * (max_blocks - len(table))
-        tables.append(torch.tensor(padded, dtype=torch.int64).expand(num_tiles, max_blocks))
-        keys.append(torch.full((num_tiles,), start + query_len, dtype=torch.int64))
-        first_token += query_len
-    row_position = torch.cat(positions)
+    lens = np.array(query_lens, dtype=np.int64)
+    starts = np.array(start_positions, dtype=np.int64)
+    num_rows = lens * num_groups
+    num_tiles = -(-num_rows // ROW_TILE)
+    sequence = np.repeat(np.arange(len(lens)), num_tiles)  # of each tile
+    first_tile = (np.cumsum(num_tiles) - num_tiles)[sequence]
+    row = ((np.arange(len(sequence)) - first_tile) * ROW_TILE)[:, None] + np.arange(ROW_TILE)
+    real = row < num_rows[sequence][:, None]
+    token = row // num_groups
+    tables = np.zeros((len(lens), max((len(table) for table in block_tables), default=0)), dtype=np.int64)
+    for i, table in enumerate(block_tables):
+        tables[i, : len(table)] = table
+    row_position = torch.from_numpy(np.where(real, starts[sequence][:, None] + token, -1))
     return AttentionPlan(
-        row_token=torch.cat(tokens),
-        row_group=torch.cat(groups),
+        row_token=torch.from_numpy(np.where(real, (np.cumsum(lens) - lens)[sequence][:, None] + token, 0)),
+        row_group=torch.from_numpy(row % num_groups),
         row_position=row_position,
-        block_table=torch.cat(tables),
-        num_keys=torch.cat(keys),
+        block_table=torch.from_numpy(tables[sequence]),
+        num_keys=torch.from_numpy((starts + lens)[sequence]),
         first_position=torch.where(row_position >= 0, row_position, 2**62).amin(1),
         last_position=row_position.amax(1),
     )

@@ -76,18 +76,21 @@ def init_ranks(device: Literal["auto", "cpu", "cuda"] = "cpu") -> RankGroup:
     )
 
 
-def close_ranks(group: RankGroup, tensor_parallel: TensorParallel | None = None) -> None:
+def close_ranks(
+    group: RankGroup, tensor_parallel: TensorParallel | None = None, control: RankGroup | None = None
+) -> None:
     """Leave the group together: a rank that goes while another still reads from it would look like a failure.
 
     Args:
         group: All ranks.
         tensor_parallel: This rank's group among them, whose links end too.
+        control: As opened by ``open_control_group``; its links end, too.
     """
     if group.size > 1:
         replace(group, links=None).all_gather_bytes(b"")
-        group.close()
-        if tensor_parallel is not None:
-            tensor_parallel.group.close()
+        for other in (group, control, None if tensor_parallel is None else tensor_parallel.group):
+            if other is not None:
+                other.close()
         dist.destroy_process_group()
 
 

@@ -18,6 +18,7 @@ from typing import NoReturn
 
 import zmq
 
+from moe_runtime.engine.step_thread import step_thread_ident
 from moe_runtime.errors import PeerError
 from moe_runtime.exit_codes import EXIT_FAULT
 from moe_runtime.launch.error_file import ErrorFile
@@ -188,7 +189,8 @@ class RankWatch(threading.Thread):
 
     def _pulse(self) -> None:
         self._error_file.beat()
-        phase = rank_phase(sys._current_frames().get(self._main_thread))
+        frames, steps = sys._current_frames(), step_thread_ident()
+        phase = rank_phase(frames.get(self._main_thread), None if steps is None else frames.get(steps))
         self._send(
             Pulse(
                 rank=self._rank,

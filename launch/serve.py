@@ -20,11 +20,18 @@ import msgspec
 import torch
 
 from moe_runtime.comm.agreement import all_or_none
+from moe_runtime.comm.control_group import open_control_group
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.tensor_parallel import TensorParallel, open_tensor_parallel
 from moe_runtime.comm.transports import Transport, open_transport
 from moe_runtime.config import ServeConfig
-from moe_runtime.engine.backend import Deployment, exchange_buffer_bytes, plan_deployment, start_engine
+from moe_runtime.engine.backend import (
+    Deployment,
+    exchange_buffer_bytes,
+    needs_control_group,
+    plan_deployment,
+    start_engine,
+)
 from moe_runtime.engine.engine import Engine
 from moe_runtime.engine.follower import Follower
 from moe_runtime.engine.kv_cache import kv_block_bytes
@@ -36,6 +43,7 @@ from moe_runtime.engine.model_loader import (
     plan_model,
 )
 from moe_runtime.engine.open_mover import open_mover
+from moe_runtime.engine.overlap import resolve_overlap
 from moe_runtime.eplb.placement_file import placement_to_json
 from moe_runtime.errors import CapacityError, InvarianceError
 from moe_runtime.exit_codes import (
@@ -218,6 +226,7 @@ def _serve(
     start_s: float,
 ) -> int:
     group = transport.group
+    control: RankGroup | None = None
     if group.rank == 0:
         logger.info("dispatcher %s: %s", transport.name, transport.reason)
         if tensor_parallel.size > 1:
@@ -234,8 +243,18 @@ def _serve(
                 tensor_parallel=tensor_parallel,
             )
         mover = open_mover(model, config.engine, group)
+        if needs_control_group(config.engine, plan.device.type):
+            control = open_control_group(group)
         with progress_bar("capturing graphs", shown=group.rank == 0) as on_capture:
-            engine = start_engine(model, deployment, config.engine, group, on_capture=on_capture, mover=mover)
+            engine = start_engine(
+                model,
+                deployment,
+                config.engine,
+                group,
+                on_capture=on_capture,
+                mover=mover,
+                control=control,
+            )
     except ValueError as error:  # CheckpointError is one
         usage_error(str(error))
     except InvarianceError as error:
@@ -277,7 +296,7 @@ def _serve(
     watch.clock.numbers = str
     del engine, service
     gc.collect()  # captured graphs hold on to the communicators that end next
-    close_ranks(group, tensor_parallel)
+    close_ranks(group, tensor_parallel, control)
     return exit_code
 
 
@@ -333,6 +352,8 @@ def _server_config(
     config: ServeConfig, plan: ModelPlan, deployment: Deployment, group: RankGroup
 ) -> ServerConfig:
     logger.info("%s", plan.multiple_reduction)
+    overlap = resolve_overlap(config.engine, plan.device.type)
+    logger.info("%s", overlap)
     model = plan.config
     return ServerConfig(
         host=config.http.host,
@@ -364,6 +385,8 @@ def _server_config(
             "invariance": config.engine.invariance,
             "multiple_reduction": plan.multiple_reduction.enabled,
             "multiple_reduction_reason": plan.multiple_reduction.reason,
+            "overlap": overlap.enabled,
+            "overlap_reason": overlap.reason,
             "numerics_version": NUMERICS_VERSION,
             "device": plan.device.type,
             "ep_size": group.size,

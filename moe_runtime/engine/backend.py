@@ -17,6 +17,7 @@ from moe_runtime.engine.expert_mover import ExpertMover
 from moe_runtime.engine.follower import Follower
 from moe_runtime.engine.kv_cache import KVCache, default_num_blocks, gpu_num_blocks
 from moe_runtime.engine.model_loader import LoadedModel, ModelPlan
+from moe_runtime.engine.overlap import resolve_overlap
 from moe_runtime.engine.request import RequestLimits
 from moe_runtime.engine.runner import Runner
 from moe_runtime.engine.scheduler import SchedulerConfig
@@ -24,7 +25,7 @@ from moe_runtime.errors import CapacityError
 from moe_runtime.kernels.attention import BLOCK_SIZE
 from moe_runtime.layers.decoder import Decoder
 
-__all__ = ["Deployment", "exchange_buffer_bytes", "plan_deployment", "start_engine"]
+__all__ = ["Deployment", "exchange_buffer_bytes", "needs_control_group", "plan_deployment", "start_engine"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +85,7 @@ def start_engine(
     *,
     on_capture: Callable[[int, int], None] | None = None,
     mover: ExpertMover | None = None,
+    control: RankGroup | None = None,
 ) -> Engine | Follower:
     """An engine around loaded weights; a follower on all ranks of a tensor-parallel group but the first. A collective.
 
@@ -94,6 +96,7 @@ def start_engine(
         group: The ranks.
         on_capture: Told (CUDA graphs captured, in total); None captures them when first needed.
         mover: From ``open_mover``.
+        control: From ``open_control_group``, where ``needs_control_group``.
 
     Raises:
         CapacityError: memory ran out somewhere; on all ranks alike, and the decoder is as before.
@@ -114,7 +117,13 @@ def start_engine(
         model.plan.config.eos_token_ids,
         tensor_parallel,
         mover,
+        control,
     )
+
+
+def needs_control_group(config: EngineConfig, device_type: str) -> bool:
+    """Whether ``start_engine`` is to be given one: steps run in a thread beside the exchange of step vectors."""
+    return device_type == "cpu" and resolve_overlap(config, device_type).enabled
 
 
 def exchange_buffer_bytes(model: LoadedModel, group: RankGroup) -> int:
@@ -140,7 +149,8 @@ def _runner(
             reason=f"memory ran out for {num_blocks} KV blocks: lower kv_cache_blocks",
             failures=(RuntimeError, MemoryError),
         )
-        return CpuRunner(decoder, cache, config.load_window_steps)
+        overlap = resolve_overlap(config, "cpu")
+        return CpuRunner(decoder, cache, config.load_window_steps, group if overlap.enabled else None)
     from moe_runtime.engine.cuda_runner import CudaRunner  # needs Triton, which CPU machines may lack
 
     def make() -> CudaRunner:
@@ -153,6 +163,7 @@ def _runner(
             check_peers=None if group.watch is None else group.watch.check_peers,
             timeout_s=EXCHANGE_TIMEOUT_S if group.size > 1 else None,
             load_window_steps=config.load_window_steps,
+            overlaps=resolve_overlap(config, "cuda").enabled,
         )
         if on_capture is not None and plan.device.type == "cuda":
             runner.capture_graphs(on_capture)

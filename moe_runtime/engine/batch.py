@@ -107,8 +107,12 @@ def wanted_rows(chunks: SequenceOf[ScheduledChunk]) -> list[LogitsRow]:
     rows: list[LogitsRow] = []
     first_token_idx = 0
     for chunk in chunks:
-        rows.extend(_wanted_rows(chunk, first_token_idx))
+        sequence = chunk.sequence
+        if sequence.wants_prompt_logprobs:
+            rows += _scoring_rows(chunk, first_token_idx)
         first_token_idx += chunk.num_tokens
+        if chunk.reaches_end and sequence.max_tokens > 0:
+            rows.append(LogitsRow(first_token_idx - 1, sequence, None))
     return rows
 
 
@@ -123,14 +127,9 @@ def routed_token_idx(chunks: SequenceOf[ScheduledChunk]) -> list[int]:
     return wanted
 
 
-def _wanted_rows(chunk: ScheduledChunk, first_token_idx: int) -> list[LogitsRow]:
+def _scoring_rows(chunk: ScheduledChunk, first_token_idx: int) -> list[LogitsRow]:
+    """The token at position p - 1 scores the prompt token p; those scored before a preemption are kept."""
     sequence, start = chunk.sequence, chunk.sequence.num_computed_tokens
-    rows = []
-    if sequence.wants_prompt_logprobs:
-        # The token at position p - 1 scores the prompt token p; those scored before a preemption are kept.
-        first = max(len(sequence.prompt_logprobs), start + 1, 1)
-        last = min(start + chunk.num_tokens, sequence.num_prompt_tokens - 1)
-        rows = [LogitsRow(first_token_idx + p - 1 - start, sequence, p) for p in range(first, last + 1)]
-    if chunk.reaches_end and sequence.max_tokens > 0:
-        rows.append(LogitsRow(first_token_idx + chunk.num_tokens - 1, sequence, None))
-    return rows
+    first = max(len(sequence.prompt_logprobs), start + 1, 1)
+    last = min(start + chunk.num_tokens, sequence.num_prompt_tokens - 1)
+    return [LogitsRow(first_token_idx + p - 1 - start, sequence, p) for p in range(first, last + 1)]

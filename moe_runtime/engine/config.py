@@ -27,6 +27,8 @@ class EngineConfig:
             CPU, up to what is free on a GPU.
         gpu_memory_utilization: Share of the GPU's free memory that may be used.
         enforce_eager: Launch every kernel by itself, without CUDA graphs.
+        overlap: Plan the next step while one runs: ``on``, ``off``, or ``auto``, on where the device runs by itself
+            (GPUs). Off with ``tp`` above 1. It changes no bit.
         audit_cache: Folder where ``moe-runtime audit`` keeps its results; by default moe-runtime in the user's cache
             folder.
         dispatcher: What moves rows between ranks: ``collective`` (torch.distributed), ``symmetric`` (memory that all
@@ -62,6 +64,7 @@ class EngineConfig:
     kv_cache_blocks: int | None = None
     gpu_memory_utilization: float = 0.9
     enforce_eager: bool = False
+    overlap: Literal["auto", "on", "off"] = "auto"
     audit_cache: str | None = None
     dispatcher: Literal["auto", "collective", "symmetric", "loopback", "deepep"] = "auto"
     loopback_ranks: int = 8

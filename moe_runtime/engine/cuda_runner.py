@@ -23,7 +23,7 @@ from moe_runtime.engine.messages import TokenLogprobs
 from moe_runtime.engine.routed_experts import RoutedExperts
 from moe_runtime.engine.routing_rows import compact_routing, gather_routing
 from moe_runtime.engine.runner import LaunchedStep, Runner
-from moe_runtime.engine.sampler import ScoredRow, num_logprobs, row_sampling
+from moe_runtime.engine.sampler import ScoredRow, given_token, num_logprobs, row_sampling
 from moe_runtime.engine.scheduler import ScheduledChunk
 from moe_runtime.engine.sequence import UNKNOWN_TOKEN, Sequence
 from moe_runtime.engine.step_plan import StepPlan
@@ -53,6 +53,7 @@ class CudaRunner(Runner):
     Args:
         decoder: The loaded model.
         num_kv_blocks: Blocks of the cache.
+        overlaps: See ``Runner.overlaps``; never under tensor parallelism.
         max_num_seqs: Most sequences that run at once.
         max_model_len: Longest context, in tokens.
         use_graphs: Capture decode steps; else launch them kernel by kernel.
@@ -73,11 +74,12 @@ class CudaRunner(Runner):
         check_peers: Callable[[], None] | None = None,
         timeout_s: float | None = None,
         load_window_steps: int = DEFAULT_WINDOW_STEPS,
+        overlaps: bool = True,
     ) -> None:
         config = decoder.local
         self.decoder = decoder
         # The ranks of a group run what its first one plans, token ids included.
-        self.overlaps = decoder.tensor_parallel.size == 1
+        self.overlaps = overlaps and decoder.tensor_parallel.size == 1
         self.device = decoder.device
         self._wait_limits = (check_peers, timeout_s, decoder.waits_for)
         shape = (num_kv_blocks, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
@@ -358,7 +360,7 @@ class CudaRunner(Runner):
             greedy_done: ``chosen`` holds greedy tokens already and they are recorded.
         """
         num_rows = len(rows)
-        given = [_given_token(row) for row in rows]
+        given = [given_token(row) for row in rows]
         free = [i for i, token in enumerate(given) if token is None]
         rules = {i: rule for i in free if (rule := rows[i].sequence.rules) is not None}
         is_greedy = all(rows[i].sequence.params.temperature == 0 for i in free if i not in rules)
@@ -482,12 +484,3 @@ class _SequenceSlots:
             found = (sequence, self._free.pop())
         self._this_step[key] = found
         return found[1]
-
-
-def _given_token(row: LogitsRow) -> int | None:
-    """The token that a row scores or is forced to choose; None where it is free."""
-    sequence = row.sequence
-    if row.prompt_position is not None:
-        return sequence.token_ids[row.prompt_position]
-    forced = sequence.params.forced_token_ids
-    return None if forced is None else forced[sequence.num_output_tokens]

@@ -10,6 +10,7 @@ result is dropped and counted nowhere. What overlaps is a schedule: it changes n
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -43,6 +44,8 @@ class Engine:
         eos_token_ids: Ids that end a sequence.
         tensor_parallel: The ranks that run this one's steps with it; by default none.
         mover: Moves experts between steps; None where they stay.
+        control: The ranks by channels that no step uses, where the runner runs steps in a thread
+            (comm/control_group.py); by default ``group``.
     """
 
     def __init__(
@@ -54,12 +57,17 @@ class Engine:
         eos_token_ids: SequenceOf[int],
         tensor_parallel: TensorParallel | None = None,
         mover: ExpertMover | None = None,
+        control: RankGroup | None = None,
     ) -> None:
         self.tensor_parallel = tensor_parallel or TensorParallel()
         self.mover = mover
         assert self.tensor_parallel.is_first, "the other ranks of a group have a Follower"
         self.runner = runner
         self.group = group
+        self.control = control or group
+        assert not runner.in_thread or group.size == 1 or control is not None, (
+            "a thread has the group's channels"
+        )
         self.eos_token_ids = frozenset(eos_token_ids)
         self.scheduler = Scheduler(scheduler_config, BlockManager(num_kv_blocks))
         self.num_steps = 0
@@ -69,6 +77,7 @@ class Engine:
         self.last_step_ms = 0.0
         self.last_vector = StepVector()
         self._under_way: _StepUnderWay | None = None
+        self._early_outputs: list[SequenceOutput] = []
 
     def add_request(self, request: Request) -> None:
         """Queue a request made by ``make_request``."""
@@ -77,6 +86,14 @@ class Engine:
     def abort(self, request_id: str, choice_idx: int | None = None) -> None:
         """Forget a request or one of its choices between steps; its blocks are free at once."""
         self.scheduler.abort(request_id, choice_idx)
+
+    def preempt(self, request_id: str) -> None:
+        """Take a request's blocks between steps, as want of blocks does; for checks. It goes on by itself.
+
+        A preempted sequence is recomputed from its token ids, so the step under way is waited for.
+        """
+        self._early_outputs += self._collect()
+        self.scheduler.preempt(request_id)
 
     def abort_all(self) -> None:
         """Forget everything."""
@@ -98,7 +115,9 @@ class Engine:
             runner overlaps. An empty view ran nothing.
         """
         start = time.perf_counter()
-        outputs = [] if self._may_overlap() else self._collect()
+        outputs, self._early_outputs = self._early_outputs, []
+        if not self._may_overlap():
+            outputs += self._collect()
         chunks = self.scheduler.schedule()
         plan = self._plan_for_followers(chunks)
         vector = StepVector(
@@ -111,16 +130,22 @@ class Engine:
             **({} if self.mover is None else self.mover.vector_fields()),
         )
         self.last_vector = vector
-        view = exchange_step(vector, self.group, self.tensor_parallel.size)
+        view = exchange_step(vector, self.control, self.tensor_parallel.size)
         self.runner.expert_load.before_step(view)
         if self.mover is not None:
+            if self.mover.is_active:
+                self.runner.settle()  # the boundary may change weights
             self.mover.boundary(view)
         if view.is_empty:
             return view, outputs + self._collect()
         if plan is not None:
             self.tensor_parallel.broadcast(plan, plan.shape[0])
-        with self.group.step(), self.tensor_parallel.group.step():
-            launched = self.runner.launch(chunks, view.tokens_per_rank, is_decode=view.is_decode)
+        launch = functools.partial(self.runner.launch, chunks, view.tokens_per_rank, is_decode=view.is_decode)
+        if self.runner.in_thread:
+            launched = launch()
+        else:
+            with self.group.step(), self.tensor_parallel.group.step():
+                launched = launch()
         started = _StepUnderWay(launched, [_ChunkUnderWay.start(chunk) for chunk in chunks])
         outputs += self._collect()
         self._under_way = started

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -121,13 +122,23 @@ class ExpertLoad(ABC):
 
 
 class HostExpertLoad(ExpertLoad):
-    """Counts on the CPU."""
+    """Counts on the CPU.
+
+    Args:
+        num_moe_layers, num_experts, window_steps: See ``ExpertLoad``.
+        settle: Waits until all launched steps have been added, where another thread runs them.
+    """
 
     def __init__(
-        self, num_moe_layers: int, num_experts: int, window_steps: int = DEFAULT_WINDOW_STEPS
+        self,
+        num_moe_layers: int,
+        num_experts: int,
+        window_steps: int = DEFAULT_WINDOW_STEPS,
+        settle: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(num_moe_layers, num_experts, window_steps)
         self.counts = np.zeros(num_moe_layers * num_experts, dtype=np.int64)
+        self._settle = settle
         self._first = (np.arange(num_moe_layers) * num_experts)[:, None]
 
     def add(self, routing: torch.Tensor) -> None:
@@ -139,6 +150,7 @@ class HostExpertLoad(ExpertLoad):
         self.counts += np.bincount(bins.reshape(-1), minlength=self.counts.shape[0])
 
     def _copy(self) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        self._settle()
         return torch.from_numpy(self.counts.reshape(self._first.shape[0], -1).copy()), None
 
 

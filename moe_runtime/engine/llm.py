@@ -13,17 +13,20 @@ import logging
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, fields, replace
+from typing import Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from moe_runtime.comm.control_group import open_control_group
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.tensor_parallel import open_tensor_parallel
 from moe_runtime.comm.transports import open_transport
-from moe_runtime.engine.backend import Deployment, plan_deployment, start_engine
+from moe_runtime.engine.backend import Deployment, needs_control_group, plan_deployment, start_engine
 from moe_runtime.engine.config import EngineConfig
+from moe_runtime.engine.disturbances import Disturbances, PlannedDisturbances
 from moe_runtime.engine.engine import Engine
 from moe_runtime.engine.expert_mover import ExpertMover
 from moe_runtime.engine.follower import Follower
@@ -112,6 +115,7 @@ class LLM:
         self.config = msgspec.convert({"model": model, **options}, EngineConfig)
         self.group = group or RankGroup()
         self._engine: Engine | Follower | None = None
+        self._control: RankGroup | None = None
         plan = plan_model(self.config, self.group)
         if self.group.rank == 0 and self.config.invariance == "batch":  # elsewhere nobody could expect it
             logger.info("%s", plan.multiple_reduction)
@@ -189,13 +193,18 @@ class LLM:
             self._mover.close()
         # Nobody's links end while another rank still takes rows from them.
         replace(self.group, links=None).all_gather(torch.zeros(1))
-        for group in (self.group, self.model.tensor_parallel.group):
-            group.close()
+        for group in (self.group, self._control, self.model.tensor_parallel.group):
+            if group is not None:
+                group.close()
 
     def _start_engine(self, deployment: Deployment) -> None:
         self.deployment = deployment
         self.limits = deployment.limits
-        self._engine = start_engine(self.model, deployment, self.config, self.group, mover=self._mover)
+        if self._control is None and needs_control_group(self.config, self.model.plan.device.type):
+            self._control = open_control_group(self.group)
+        self._engine = start_engine(
+            self.model, deployment, self.config, self.group, mover=self._mover, control=self._control
+        )
 
     def reconfigure(
         self,
@@ -204,6 +213,7 @@ class LLM:
         max_num_batched_tokens: int | None = None,
         kv_cache_blocks: int | None = None,
         enforce_eager: bool | None = None,
+        overlap: Literal["auto", "on", "off"] | None = None,
     ) -> None:
         """Start a fresh engine with other limits around the same weights; None keeps a limit. All ranks alike.
 
@@ -223,6 +233,7 @@ class LLM:
             max_num_batched_tokens=max_num_batched_tokens or config.max_num_batched_tokens,
             kv_cache_blocks=kv_cache_blocks or config.kv_cache_blocks,
             enforce_eager=config.enforce_eager if enforce_eager is None else enforce_eager,
+            overlap=overlap or config.overlap,
         )
         deployment = plan_deployment(self.model.plan, wanted, self.group, self.transport.name)
         before = self.deployment
@@ -257,6 +268,7 @@ class LLM:
         ranks: SequenceOf[int] | None = None,
         arrival_steps: SequenceOf[int] | None = None,
         moves: Mapping[int, ModelPlacement | None] | None = None,
+        disturbances: PlannedDisturbances | None = None,
         on_finished: Callable[[int], None] | None = None,
     ) -> list[RequestOutput]:
         """Run requests to their end; under torchrun a collective of all ranks with equal arguments.
@@ -269,6 +281,7 @@ class LLM:
             arrival_steps: Step at which each prompt arrives; by default all at the first.
             moves: By step of this call, a placement that experts are moved to from then on, or None for one that evens
                 out the load so far; one layer a step, as soon as the move before is complete. No result depends on it.
+            disturbances: Preemptions and aborts, for checks.
             on_finished: Told the number of this rank's prompts that have finished.
 
         Returns:
@@ -309,7 +322,10 @@ class LLM:
             if owner[i] % self.num_engines * self.config.tp == self.group.rank
         )
         try:
-            finished = self._run([(step, requests[i]) for step, i in mine], on_finished, scheduled)
+            disturbing = Disturbances(self.engine, disturbances)
+            finished = self._run(
+                [(step, requests[i]) for step, i in mine], on_finished, scheduled, disturbing
+            )
         except BaseException:
             self.engine.abort_all()  # or what is left would answer requests of the next call
             raise
@@ -369,6 +385,7 @@ class LLM:
         arrivals: list[tuple[int, Request]],
         on_finished: Callable[[int], None] | None,
         moves: ScheduledMoves,
+        disturbances: Disturbances,
     ) -> dict[str, RequestOutput]:
         """Step with all ranks until nothing is left anywhere; returns this rank's results."""
         collectors = {request.request_id: _Collector(request, self.tokenizer) for _, request in arrivals}
@@ -378,6 +395,8 @@ class LLM:
             moves.ask(step)
             while pending and pending[-1][0] <= step:
                 self.engine.add_request(pending.pop()[1])
+            for request_id in disturbances.before_step():
+                collectors[request_id].choices[0].finish_reason = "abort"
             view, outputs = self.engine.step(num_pending=len(pending) + moves.num_pending)
             self.engine.take_expert_load()  # for nobody here
             step += 1
@@ -389,6 +408,7 @@ class LLM:
                 on_finished(sum(collector.is_finished for collector in collectors.values()))
             if view.may_sleep:
                 moves.finish()
+                disturbances.finish(list(collectors))
                 return {request_id: collector.result() for request_id, collector in collectors.items()}
 
 

@@ -39,10 +39,12 @@ class Runner(ABC):
     Attributes:
         overlaps: Whether ``launch`` returns before the device is done and can take a step that continues sequences
             whose last token the step before is still choosing (``UNKNOWN_TOKEN``).
+        in_thread: Whether a thread of the runner's runs the steps, and so enters ``RankGroup.step``.
         expert_load: Pairs counted so far, of tokens whose home is this rank.
     """
 
     overlaps: bool = False
+    in_thread: bool = False
     expert_load: ExpertLoad
 
     @abstractmethod
@@ -56,6 +58,9 @@ class Runner(ABC):
             tokens_per_rank: Tokens whose home is each rank, in the step.
             is_decode: ``StepView.is_decode``; the same on every rank.
         """
+
+    def settle(self) -> None:  # noqa: B027  # a device keeps the order by itself
+        """Wait until no launched step still uses the weights, where nothing else keeps the order (a device does)."""
 
     @abstractmethod
     def follow(self, plan: StepPlan, tokens_per_rank: SequenceOf[int], *, is_decode: bool) -> None:

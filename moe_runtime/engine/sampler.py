@@ -14,13 +14,22 @@ import torch
 
 from moe_runtime.engine.batch import LogitsRow
 from moe_runtime.engine.messages import TokenLogprobs
-from moe_runtime.kernels.logit_rules import apply_rules
+from moe_runtime.kernels.logit_rules import RowRules, apply_rules
 from moe_runtime.kernels.sampling import RowSampling, sample
 from moe_runtime.kernels.schedules import Control, active_control
 from moe_runtime.kernels.softmax import log_softmax, top_logprobs
 from moe_runtime.layers.decoder import Decoder
 
-__all__ = ["ScoredRow", "num_logprobs", "row_sampling", "score_rows", "share_logits"]
+__all__ = [
+    "RowChoice",
+    "ScoredRow",
+    "given_token",
+    "num_logprobs",
+    "plan_choices",
+    "row_sampling",
+    "score_rows",
+    "share_logits",
+]
 
 ROWS_PER_SLICE = 128
 
@@ -33,20 +42,61 @@ class ScoredRow:
     logprobs: TokenLogprobs | None
 
 
-def score_rows(decoder: Decoder, hidden: torch.Tensor, rows: SequenceOf[LogitsRow]) -> list[ScoredRow]:
+@dataclass(frozen=True, slots=True)
+class RowChoice:
+    """What a row's logits are for, as the host knows it when the step is planned; sequences go on before it runs.
+
+    Attributes:
+        token_idx: Row of the step's hidden states.
+        given: The token where it is not chosen here: the prompt's own, or a forced one.
+        sampling: How it is chosen; None where it is given.
+        rules: For the logits that choose it; None for none. Follow from tokens before the row's own, which the step
+            knows.
+        num_logprobs: As ``num_logprobs``.
+    """
+
+    token_idx: int
+    given: int | None
+    sampling: RowSampling | None
+    rules: RowRules | None
+    num_logprobs: int | None
+
+
+def plan_choices(rows: SequenceOf[LogitsRow]) -> list[RowChoice]:
+    """One per row, from its sequence as it is before the step."""
+    choices = []
+    for i, row in enumerate(rows):
+        given = given_token(row)
+        is_free = given is None
+        choices.append(
+            RowChoice(
+                token_idx=row.token_idx,
+                given=given,
+                sampling=row_sampling(row, i) if is_free else None,
+                rules=row.sequence.rules if is_free else None,
+                num_logprobs=num_logprobs(row),
+            )
+        )
+    return choices
+
+
+def score_rows(
+    decoder: Decoder, hidden: torch.Tensor, choices: SequenceOf[RowChoice], token_ids: torch.Tensor
+) -> list[ScoredRow]:
     """Choose or score a token for each row.
 
     Args:
         decoder: Its head gives the logits.
         hidden: ``[T, hidden]`` of the step.
-        rows: Rows wanted.
+        choices: Of the rows wanted.
+        token_ids: ``[T]`` int64, the step's tokens, all of them known.
     """
     scored: list[ScoredRow] = []
-    slices = _logits_slices(decoder, hidden, [row.token_idx for row in rows])
+    slices = _logits_slices(decoder, hidden, [choice.token_idx for choice in choices])
     for i, logits in enumerate(slices):
-        part = rows[i * ROWS_PER_SLICE : (i + 1) * ROWS_PER_SLICE]
-        token_ids = _choose(logits, part)
-        scored.extend(_with_logprobs(logits, part, token_ids))
+        part = choices[i * ROWS_PER_SLICE : (i + 1) * ROWS_PER_SLICE]
+        chosen = _choose(logits, part, token_ids)
+        scored.extend(_with_logprobs(logits, part, chosen))
     return scored
 
 
@@ -63,33 +113,37 @@ def _logits_slices(
         yield decoder.logits(hidden[torch.tensor(row_token_idx[first : first + ROWS_PER_SLICE])])
 
 
-def _choose(logits: torch.Tensor, rows: SequenceOf[LogitsRow]) -> list[int]:
-    token_ids = [0] * len(rows)
-    free: list[int] = []
-    for i, row in enumerate(rows):
-        sequence = row.sequence
-        if row.prompt_position is not None:
-            token_ids[i] = sequence.token_ids[row.prompt_position]
-        elif sequence.params.forced_token_ids is not None:
-            token_ids[i] = sequence.params.forced_token_ids[sequence.num_output_tokens]
-        else:
-            free.append(i)
+def _choose(logits: torch.Tensor, choices: SequenceOf[RowChoice], token_ids: torch.Tensor) -> list[int]:
+    chosen = [choice.given for choice in choices]
+    free = [(i, choice.sampling) for i, choice in enumerate(choices) if choice.sampling is not None]
     if free:
-        chosen = sample(_with_rules(logits, rows, free), [row_sampling(rows[i], i) for i in free])
-        for i, token_id in zip(free, chosen, strict=True):
-            token_ids[i] = token_id
-    return token_ids
+        which = [i for i, _ in free]
+        tokens = sample(_with_rules(logits, choices, which, token_ids), [sampling for _, sampling in free])
+        for i, token_id in zip(which, tokens, strict=True):
+            chosen[i] = token_id
+    return [token_id for token_id in chosen if token_id is not None]
 
 
-def _with_rules(logits: torch.Tensor, rows: SequenceOf[LogitsRow], which: list[int]) -> torch.Tensor:
+def _with_rules(
+    logits: torch.Tensor, choices: SequenceOf[RowChoice], which: list[int], token_ids: torch.Tensor
+) -> torch.Tensor:
     """Logits of some rows, those with rules for their next token by these rules."""
     result = logits[torch.tensor(which)]
-    rules = {at: rule for at, i in enumerate(which) if (rule := rows[i].sequence.rules) is not None}
+    rules = {at: rule for at, i in enumerate(which) if (rule := choices[i].rules) is not None}
     if rules:
         index = torch.tensor(list(rules))
-        last_ids = [rows[which[at]].sequence.token_ids[-1] for at in rules]
+        last_ids = token_ids[torch.tensor([choices[which[at]].token_idx for at in rules])].tolist()
         result[index] = apply_rules(result[index], list(rules.values()), last_ids)
     return result
+
+
+def given_token(row: LogitsRow) -> int | None:
+    """The token that a row scores or is forced to choose; None where it is free."""
+    sequence = row.sequence
+    if row.prompt_position is not None:
+        return sequence.token_ids[row.prompt_position]
+    forced = sequence.params.forced_token_ids
+    return None if forced is None else forced[sequence.num_output_tokens]
 
 
 def row_sampling(row: LogitsRow, row_idx: int) -> RowSampling:
@@ -110,9 +164,9 @@ def row_sampling(row: LogitsRow, row_idx: int) -> RowSampling:
 
 
 def _with_logprobs(
-    logits: torch.Tensor, rows: SequenceOf[LogitsRow], token_ids: SequenceOf[int]
+    logits: torch.Tensor, choices: SequenceOf[RowChoice], token_ids: SequenceOf[int]
 ) -> list[ScoredRow]:
-    num_top = [num_logprobs(row) for row in rows]
+    num_top = [choice.num_logprobs for choice in choices]
     wanted = [i for i, num in enumerate(num_top) if num is not None]
     entries: dict[int, TokenLogprobs] = {}
     if wanted:

@@ -50,7 +50,8 @@ class ScheduledChunk:
     @property
     def reaches_end(self) -> bool:
         """Whether the sequence's last token is in the chunk, so that the next one can be chosen."""
-        return self.num_tokens == self.sequence.num_uncomputed_tokens
+        sequence = self.sequence
+        return self.num_tokens == len(sequence.token_ids) - sequence.num_computed_tokens
 
     @property
     def is_decode(self) -> bool:
@@ -89,6 +90,11 @@ class Scheduler:
                 queue.remove(sequence)
                 self._end(sequence)
 
+    def preempt(self, request_id: str) -> None:
+        """Take the blocks of a request's running sequences; their tokens must be known."""
+        for sequence in [s for s in self.running if s.request_id == request_id]:
+            self._preempt(sequence)
+
     def finish(self, sequence: Sequence) -> None:
         """Take out a sequence that ended."""
         self.running.remove(sequence)
@@ -99,14 +105,18 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens
         chunks: dict[int, ScheduledChunk] = {}
         num_preemptions_before = self.num_preemptions
-        decodes_first = sorted(self.running, key=lambda s: (s.num_uncomputed_tokens > 1, s.arrival_idx))
-        for sequence in decodes_first:
-            num_tokens = min(sequence.num_uncomputed_tokens, budget)
-            if num_tokens == 0 or sequence.has_all_tokens or sequence not in self.running:
+        # ``running`` is in order of arrival, and stays so among decodes and among prefills.
+        wanted = [(sequence, sequence.num_uncomputed_tokens) for sequence in self.running]
+        decodes_first = [pair for pair in wanted if pair[1] <= 1] + [pair for pair in wanted if pair[1] > 1]
+        preempted: set[int] = set()
+        for sequence, num_uncomputed in decodes_first:
+            num_tokens = min(num_uncomputed, budget)
+            if num_tokens == 0 or sequence.has_all_tokens or sequence.arrival_idx in preempted:
                 continue
             while not self.blocks.grow(sequence, sequence.num_computed_tokens + num_tokens):
                 victim = self.running[-1]
                 self._preempt(victim)
+                preempted.add(victim.arrival_idx)
                 dropped = chunks.pop(victim.arrival_idx, None)
                 budget += dropped.num_tokens if dropped else 0
                 if victim is sequence:

@@ -150,6 +150,13 @@ class _Uncounted:
     def add(self, routing: object) -> None:
         """Counts nothing."""
 
+    def before_step(self, view: object) -> None:
+        """Has no window."""
+
+    def take(self) -> tuple[()]:
+        """Has nothing to tell."""
+        return ()
+
 
 def _row(component: str, rows: int, us: float, elements: float, **more: float) -> _Row:
     """With the products of ``elements`` weights, by which other models' times are scaled."""

@@ -18,6 +18,7 @@ from moe_runtime.verify.compare import Output
 from moe_runtime.verify.placements import random_placement
 from moe_runtime.verify.prompts import Case, PromptSource
 from moe_runtime.verify.runner import Run
+from moe_runtime.verify.schedule_axes import OVERLAP_ABSENT, overlap_runs, preemption_runs
 from moe_runtime.verify.topologies import Topology
 
 __all__ = [
@@ -76,6 +77,7 @@ class AxisSetup:
         enforce_eager: Whether the engine started without graphs; None on a device that has none.
         captures: Whether the deployment of the check can have graphs.
         num_alone: Cases that run by themselves, where not all do.
+        overlap: Whether the engine started with overlap; None where it cannot overlap.
         full: Every case, every output token, more batches.
         topologies: Other deployments whose bits must be these.
         placement: Where experts are; None where they stay.
@@ -91,6 +93,7 @@ class AxisSetup:
     enforce_eager: bool | None = None
     captures: bool = True
     num_alone: int = NUM_ALONE
+    overlap: bool | None = False
     full: bool = False
     topologies: Sequence[Topology] = ()
     placement: ModelPlacement | None = None
@@ -332,6 +335,8 @@ AXES: dict[str, Axis] = {
     "prefix": Axis(Verdict.BATCH, _prefix),
     "chunks": Axis(Verdict.SCHEDULE, _chunks),
     "preempt": Axis(Verdict.SCHEDULE, _preempt, needs_preemption=True),
+    "preemption": Axis(Verdict.SCHEDULE, preemption_runs, needs_preemption=True),
+    "overlap": Axis(Verdict.SCHEDULE, overlap_runs, absent=OVERLAP_ABSENT),
     "forced": Axis(Verdict.SCHEDULE, _forced),
     "scored": Axis(Verdict.SCHEDULE, _scored),
     "buckets": Axis(Verdict.SCHEDULE, _buckets),

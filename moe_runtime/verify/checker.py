@@ -27,6 +27,7 @@ from moe_runtime.verify.config import CheckConfig
 from moe_runtime.verify.prompts import PromptSource
 from moe_runtime.verify.report import AxisResult, CheckReport
 from moe_runtime.verify.runner import Run, Runner, RunResult
+from moe_runtime.verify.soak import SOAK, soak
 from moe_runtime.verify.topologies import Topology, copies_topology, other_topologies, own_topology
 
 __all__ = ["ProgressFactory", "check"]
@@ -91,6 +92,7 @@ def check(
             num_alone=config.num_alone,
             full=config.full,
             captures=own_topology(llm).captures,
+            overlap=None if llm.config.tp > 1 else llm.engine.runner.overlaps,
             placement=None if llm.model.plan.fixed_reason else llm.placement,
             copies=_copies(llm),
             topologies=other_topologies(
@@ -102,7 +104,11 @@ def check(
             ),
         )
         for name in config.axis_names:
-            found = _check_axis(runner, name, setup, progress)
+            if name == SOAK:
+                assert config.soak_minutes is not None, "a soak has a length"
+                found = soak(runner, config.seed, config.soak_minutes, progress)
+            else:
+                found = _check_axis(runner, name, setup, progress)
             logger.info("%s: %d outputs, %s, %.1f s", name, found.num_cases, found.finding, found.wall_s)
             report.axes.append(found)
             report.wall_s = time.perf_counter() - start_s
@@ -129,7 +135,7 @@ def _check_axis(runner: Runner, name: str, setup: AxisSetup, progress: ProgressF
     found.num_runs = sum(result.not_run is None for result in results)
     found.num_preemptions = sum(result.num_preemptions for result in results)
     expected = dict(setup.reference)
-    distinct: set[tuple[str, bytes]] = set()
+    distinct: set[tuple[str, int, bytes]] = set()
     bad_run: tuple[Run, RunResult] | None = None
     for run, result in zip(runs, results, strict=True):
         if result.not_run is not None:
@@ -137,13 +143,15 @@ def _check_axis(runner: Runner, name: str, setup: AxisSetup, progress: ProgressF
             found.not_run[run.topology.name] = result.not_run
             continue
         num_differing_before = found.num_differing
-        for case, output in zip(run.cases, result.outputs, strict=True):
-            distinct.add((case.name, encode_output(output)))
+        for i, (case, output) in enumerate(zip(run.cases, result.outputs, strict=True)):
+            num_tokens = len(output.token_ids)
+            distinct.add((case.name, num_tokens, encode_output(output)))
             if case.name not in expected:
                 expected[case.name] = output
                 continue
-            wanted = expected[case.name].prefix(case.num_output_tokens)
-            distinct.add((case.name, encode_output(wanted)))
+            is_aborted = run.disturbances is not None and i in run.disturbances.abort_at
+            wanted = expected[case.name].prefix(num_tokens if is_aborted else case.num_output_tokens)
+            distinct.add((case.name, len(wanted.token_ids), encode_output(wanted)))
             found.num_cases += 1
             difference = first_difference(run.name, case.name, wanted, output)
             if difference is not None:
@@ -152,7 +160,7 @@ def _check_axis(runner: Runner, name: str, setup: AxisSetup, progress: ProgressF
                     found.first_difference, bad_run = difference, (run, result)
         if run.topology is not None:
             found.deployments[run.name] = found.num_differing - num_differing_before
-    found.num_requests = len({case_name for case_name, _ in distinct})
+    found.num_requests = len({(name, num_tokens) for name, num_tokens, _ in distinct})
     found.num_unique_outputs = len(distinct)
     if found.not_run and found.num_runs == 0:
         found.not_applicable = "not applicable: no other deployment can be here"
@@ -163,8 +171,8 @@ def _check_axis(runner: Runner, name: str, setup: AxisSetup, progress: ProgressF
     if bad_run is not None:
         forced = _with_forced_tokens(runner, name, *bad_run, expected, progress)
         for case, output in zip(bad_run[0].cases, forced, strict=True):
-            wanted = expected[case.name].prefix(case.num_output_tokens)
-            found.num_forced_tokens += case.num_output_tokens
+            wanted = expected[case.name].prefix(len(output.token_ids))
+            found.num_forced_tokens += len(output.token_ids)
             found.num_forced_differing += count_logprob_differences(wanted.logprobs, output.logprobs)
     found.wall_s = time.perf_counter() - start_s
     return found
@@ -181,7 +189,10 @@ def _with_forced_tokens(
     """The run again with the reference tokens as its output, so that every position has the same past."""
     if all(case.is_forced for case in run.cases):
         return result.outputs
-    cases = [case.forced(expected[case.name].token_ids[: case.num_output_tokens]) for case in run.cases]
+    cases = [
+        case if case.is_forced else case.forced(expected[case.name].token_ids[: case.num_output_tokens])
+        for case in run.cases
+    ]
     (again,) = _run_all(runner, f"{name}, reference tokens forced", [replace(run, cases=cases)], progress)
     return again.outputs
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import string
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from moe_runtime.engine.config import EngineConfig
 from moe_runtime.kernels.schedules import Control
 from moe_runtime.verify.axes import AXES, NUM_ALONE
+from moe_runtime.verify.soak import SOAK
 
 __all__ = ["CheckConfig"]
 
@@ -27,8 +29,11 @@ class CheckConfig:
         num_prompts: Random prompts in the reference batch.
         max_tokens: Output tokens of each.
         num_alone: Prompts that the axis ``alone`` runs by themselves; ``--full``: all.
-        axes: Axes to run: again, shuffled, alone, arrival, single, mixed, prefix, chunks, preempt, forced, scored,
-            buckets, graph, placement, topology; by default all.
+        axes: Axes to run: again, shuffled, alone, arrival, single, mixed, prefix, chunks, preempt, preemption,
+            overlap, forced, scored, buckets, graph, placement, topology; by default all.
+        soak_minutes: Run random mixed traffic for as long instead of the axes (or after those named): requests of all
+            kinds come, are aborted and preempted, under limits that change, and a fixed set of probes among them must
+            always give the same bits. The traffic depends on ``--seed`` alone.
         full: Every prompt greedy and seeded, and every one of them on every axis; takes long.
         json: File for the report, written after each axis.
         control: Tree to switch off in all runs, to see the check fail: split-k-gemm, free-gemm, arrival-combine,
@@ -42,6 +47,7 @@ class CheckConfig:
     max_tokens: int = 50
     num_alone: int = NUM_ALONE
     axes: tuple[str, ...] = ()
+    soak_minutes: float | None = None
     full: bool = False
     json: Path | None = None
     control: str = Control.NONE.value
@@ -52,6 +58,8 @@ class CheckConfig:
         for name in ("num_prompts", "max_tokens", "num_alone"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} ({getattr(self, name)}) must be at least 1")
+        if self.soak_minutes is not None and not (math.isfinite(self.soak_minutes) and self.soak_minutes > 0):
+            raise ValueError(f"soak_minutes ({self.soak_minutes}) must be finite and positive")
         for axis in self.axes:
             if axis not in AXES:
                 raise ValueError(f"axes ({axis}) must be among {', '.join(AXES)}")
@@ -76,8 +84,10 @@ class CheckConfig:
 
     @property
     def axis_names(self) -> tuple[str, ...]:
-        """Axes to run, in their own order."""
-        return tuple(name for name in AXES if not self.axes or name in self.axes)
+        """Axes to run, in their own order; the soak is the last."""
+        if self.soak_minutes is None:
+            return tuple(name for name in AXES if not self.axes or name in self.axes)
+        return (*(name for name in AXES if name in self.axes), SOAK)
 
     @property
     def seed(self) -> int:

@@ -35,7 +35,7 @@ class AxisResult:
         verdict: What it proves.
         num_runs: Batches run.
         num_cases: Outputs compared with their reference.
-        num_requests: Different requests among them: as many unique outputs there should be.
+        num_requests: Different requests among them, by name and length: as many unique outputs there should be.
         num_unique_outputs: Different outputs, references included.
         num_differing: Outputs unlike their reference.
         first_difference: The first of them.
@@ -47,6 +47,7 @@ class AxisResult:
         not_applicable: Why there was nothing to run, where so; such an axis neither passes nor fails.
         deployments: Other deployments that ran, by name, and how many of their outputs are unlike their reference.
         not_run: Those that could not be there, and why.
+        note: What else to know of what ran.
     """
 
     name: str
@@ -65,6 +66,7 @@ class AxisResult:
     not_applicable: str | None = None
     deployments: dict[str, int] = field(default_factory=dict)
     not_run: dict[str, str] = field(default_factory=dict)
+    note: str = ""
 
     @property
     def passed(self) -> bool:
@@ -88,6 +90,8 @@ class AxisResult:
             text += f"; different on {', '.join(different)}"
         if equal:
             text += f"{'; equal' if text != 'equal' else ''} on {', '.join(equal)}"
+        if self.note:
+            text += f"; {self.note}"
         return text + "".join(f"; {name} not run: {reason}" for name, reason in self.not_run.items())
 
 

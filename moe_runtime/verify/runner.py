@@ -7,11 +7,13 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from typing import Literal
 
 import msgspec
 import torch
 
 from moe_runtime.comm.groups import RankGroup
+from moe_runtime.engine.disturbances import PlannedDisturbances
 from moe_runtime.engine.llm import LLM, RequestOutput
 from moe_runtime.engine.messages import TokenLogprobs
 from moe_runtime.engine.model_loader import plan_model
@@ -40,8 +42,10 @@ class Run:
         arrival_steps: Step at which each arrives; by default all at the first.
         max_num_seqs, max_num_batched_tokens, kv_cache_blocks: Limits; by default those the engine started with.
         enforce_eager: Launch kernels one by one; by default as the engine started.
+        overlap: Plan the next step while one runs; by default as the engine started.
         moves: Moves of experts by step, as for ``LLM.generate``.
         copies: Which copy of an expert a row takes. Graphs keep the rule of their capture.
+        disturbances: Preemptions and aborts; outputs of aborted cases are as long as they were.
         topology: Deployment to load for it; by default the one that the check started on. Where each rank is alone it
             runs its share of the cases, and ``ranks`` and ``arrival_steps`` are None.
     """
@@ -54,8 +58,10 @@ class Run:
     max_num_batched_tokens: int | None = None
     kv_cache_blocks: int | None = None
     enforce_eager: bool | None = None
+    overlap: Literal["on", "off"] | None = None
     moves: Mapping[int, ModelPlacement | None] = field(default_factory=dict)
     copies: CopyChoice = CopyChoice.SPREAD
+    disturbances: PlannedDisturbances | None = None
     topology: Topology | None = None
 
     def __post_init__(self) -> None:
@@ -90,6 +96,7 @@ class _Limits:
     max_num_batched_tokens: int
     kv_cache_blocks: int
     enforce_eager: bool
+    overlap: Literal["auto", "on", "off"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +123,7 @@ class Runner:
             max_num_batched_tokens=llm.config.max_num_batched_tokens,
             kv_cache_blocks=llm.deployment.num_kv_blocks,
             enforce_eager=llm.config.enforce_eager,
+            overlap=llm.config.overlap,
         )
         self._deployed: _Deployed | None = _Deployed(llm=llm, topology=None, limits=self._start_limits)
         self._refusals: dict[Topology, str] = {}
@@ -150,6 +158,7 @@ class Runner:
             ranks=run.ranks,
             arrival_steps=run.arrival_steps,
             moves=run.moves,
+            disturbances=run.disturbances,
             on_finished=on_finished,
         )
         num_preemptions = llm.engine.stats().num_preemptions - num_preemptions_before
@@ -199,6 +208,7 @@ class Runner:
             max_num_batched_tokens=run.max_num_batched_tokens or start.max_num_batched_tokens,
             kv_cache_blocks=run.kv_cache_blocks or start.kv_cache_blocks,
             enforce_eager=start.enforce_eager if run.enforce_eager is None else run.enforce_eager,
+            overlap=run.overlap or start.overlap,
         )
 
     def _retire(self) -> None:
@@ -247,8 +257,12 @@ def _gather_shares(outputs: Sequence[Output], num_cases: int, group: RankGroup) 
 
 def _output(case: Case, result: RequestOutput) -> Output:
     if not case.num_scored:
-        (choice,) = result.outputs
-        return Output(token_ids=choice.token_ids, logprobs=choice.logprobs or ())
+        # All that was promised of the request, choice after choice; prompt tokens that it wanted scored come first.
+        scored = [entry for entry in result.prompt_logprobs or () if entry is not None]
+        return Output(
+            token_ids=tuple(token_id for choice in result.outputs for token_id in choice.token_ids),
+            logprobs=(*scored, *(entry for choice in result.outputs for entry in choice.logprobs or ())),
+        )
     assert result.prompt_logprobs is not None, f"{case.name} asked for prompt logprobs"
     entries: list[TokenLogprobs] = []
     for entry in result.prompt_logprobs[-case.num_scored :]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 
 from moe_runtime.comm.pulse import PULSE_S, PeerPulse, Pulse
@@ -45,6 +46,37 @@ def test_one_that_waits_for_rows_is_not_idle_and_counts_are_shared():
     peer.look(time.monotonic())
     assert peer.idle_s(time.monotonic()) >= 2 * PULSE_S
     pulse.close()
+
+
+def test_the_thread_that_runs_the_steps_is_the_one_that_works():
+    pulse = Pulse()
+    peer = seen(pulse)
+    begun, may_go, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def steps():
+        pulse.begin_step()
+        begun.set()
+        while not may_go.is_set():
+            sum(range(1000))
+        ended.wait(20)
+
+    thread = threading.Thread(target=steps)
+    thread.start()
+    assert begun.wait(20)
+    for _ in range(8):
+        time.sleep(PULSE_S / 2)
+        peer.look(time.monotonic())
+    assert peer.idle_s(time.monotonic()) < 4 * PULSE_S
+    may_go.set()
+    end_s = time.monotonic() + 8 * PULSE_S
+    while time.monotonic() < end_s:  # this thread works, but runs no step
+        sum(range(1000))
+        peer.look(time.monotonic())
+    idle_s = peer.idle_s(time.monotonic())
+    ended.set()
+    thread.join()
+    pulse.close()
+    assert idle_s >= 4 * PULSE_S
 
 
 def test_a_closed_pulse_beats_no_more():

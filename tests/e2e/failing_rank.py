@@ -1,6 +1,7 @@
 """``moe_runtime.serve`` with a rank that fails in the step after it has run ``FAIL_AFTER_TOKENS`` tokens.
 
-``FAILURE`` is ``raise``; ``hold``, native code that keeps the interpreter's lock; or ``stuck``, native code without it.
+``FAILURE`` is ``raise``; ``hold``, native code that keeps the interpreter's lock; ``stuck``, native code without it; or
+``stuck-thread``, the same in the thread that runs the steps (``--overlap on``).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import ctypes
 import os
 import sys
 
+from moe_runtime.engine.cpu_runner import CpuRunner
 from moe_runtime.engine.engine import Engine
 from moe_runtime.launch.serve import main
 
@@ -19,6 +21,9 @@ class InjectedError(Exception):
 
 def fail_in_step(engine: Engine) -> None:
     """The original place, to be found in the log."""
+    if os.environ["FAILURE"] == "stuck-thread":
+        CpuRunner._run = lambda *arguments: ctypes.CDLL(None).sleep(100)  # type: ignore[method-assign]
+        return
     if os.environ["FAILURE"] == "hold":
         ctypes.PyDLL(None).sleep(100)
     if os.environ["FAILURE"] == "stuck":

@@ -200,6 +200,7 @@ def test_an_exception_of_a_rank_reaches_clients_and_its_traceback_the_log() -> N
     [
         ("hold", ["--heartbeat-timeout-s", "3"], "no sign of life in "),
         ("stuck", ["--step-timeout-s", "2"], "over step_timeout_s; it is "),
+        ("stuck-thread", ["--step-timeout-s", "2", "--overlap", "on"], "over step_timeout_s; it is "),
     ],
 )
 def test_a_rank_that_is_stuck_in_native_code_is_ended_and_named(

@@ -14,9 +14,13 @@ import httpx
 import pytest
 
 import moe_runtime.builtin
+from moe_runtime.comm.groups import RankGroup
 from moe_runtime.engine.llm import LLM
 from moe_runtime.engine.request import SamplingParams
 from moe_runtime.engine.tokenizer import Tokenizer
+from tests.checkpoints import tiny_config, write_checkpoint
+from tests.mixed_requests import bits, mixed_params, random_prompts
+from tests.ranks import RankContext
 from tests.servers import RunningServer, running_server
 
 pytestmark = pytest.mark.xdist_group("servers")
@@ -78,6 +82,66 @@ def _strict(text: str) -> Any:
 
 def ids(choices: list[dict[str, Any]]) -> list[list[int]]:
     return [choice["token_ids"] for choice in choices]
+
+
+def test_one_answer_whatever_the_load(http) -> None:
+    """BI-02, BI-12: logprobs as floats, beside 0, 5 and 40 streams, and 32 times at once"""
+    target = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "logprobs": 5, "return_token_ids": True}
+    answers: list[str] = []
+
+    def ask() -> None:
+        (choice,) = complete(http, **target)
+        answers.append(json.dumps([choice["token_ids"], choice["logprobs"]]))
+
+    with concurrent.futures.ThreadPoolExecutor(48) as pool:
+        for num_streams in (0, 5, 40):
+            load = {**SAMPLED, "max_tokens": 8, "ignore_eos": True}
+            others = [
+                pool.submit(stream, http, **{**load, "prompt": "O " * (i % 7 + 1)})
+                for i in range(num_streams)
+            ]
+            for _ in range(4):
+                ask()
+            assert all(len(other.result()) >= 8 for other in others)
+        for future in [pool.submit(ask) for _ in range(32)]:
+            future.result()
+    assert len(answers) == 3 * 4 + 32
+    assert len(set(answers)) == 1
+
+
+def test_the_length_of_a_list_and_the_limits_enter_no_answer(tmp_path) -> None:
+    """BI-03"""
+    llm = LLM(str(write_checkpoint(tmp_path, tiny_config("qwen3_moe"))))
+    prompts, params = random_prompts(6, [3, 40, 65, 64, 1, 90, 17, 130]), mixed_params(8, 6)
+    expected = [bits(llm.generate([prompt], own)[0]) for prompt, own in zip(prompts, params, strict=True)]
+    order = [5, 2, 7, 0, 3, 6, 1, 4]
+    for max_num_seqs in (1, 3, 64):
+        llm.reconfigure(max_num_seqs=max_num_seqs)
+        for places in (range(8), order, order[:5]):
+            results = llm.generate([prompts[i] for i in places], [params[i] for i in places])
+            assert [bits(result) for result in results] == [expected[i] for i in places]
+
+
+def answers_of_every_rank(context: RankContext, folder: str) -> list[Any]:
+    group = RankGroup(rank=context.rank, size=context.world_size, process_group=context.process_group)
+    llm = LLM(folder, group=group)
+    params = SamplingParams(temperature=0, max_tokens=5, logprobs=3, seed=0)
+    results = llm.generate(random_prompts(7, [70]) * 16, params, ranks=[i % group.size for i in range(16)])
+    (alone,) = llm.generate(random_prompts(7, [70]), params, ranks=[group.size - 1])
+    return [bits(result) for result in (*results, alone)]
+
+
+def test_every_rank_gives_the_same_answer(ranks, tmp_path) -> None:
+    """BI-17, BI-23, BI-24: sixteen times the same, on one rank and over four, and beside idle ones"""
+    folder = str(write_checkpoint(tmp_path, tiny_config("qwen3_moe")))
+    found = [
+        answer
+        for size in (1, 4)
+        for of_rank in ranks(size, answers_of_every_rank, folder)
+        for answer in of_rank
+    ]
+    assert len(found) == 5 * 17
+    assert all(answer == found[0] for answer in found)
 
 
 def test_a_seed_gives_the_same_tokens_whatever_else_runs(http) -> None:
@@ -259,10 +323,12 @@ def _chi_square(left: list[dict[str, Any]], right: list[dict[str, Any]]) -> floa
 def test_the_table_names_tests_that_are_there() -> None:
     root = Path(__file__).resolve().parents[2]
     rows = [
-        line for line in (root / "docs/public_reports.md").read_text().splitlines() if line.startswith("| S")
+        line
+        for line in (root / "docs/public_reports.md").read_text().splitlines()
+        if line.startswith(("| S", "| BI"))
     ]
     assert len(rows) > 15
-    own = Path(__file__).read_text()
+    own = Path(__file__).read_text() + (root / "tests/e2e/test_world_sizes.py").read_text()
     for row in rows:
         named = re.findall(r"`([^`]+)`", row.split("|")[-2])
         assert named, row

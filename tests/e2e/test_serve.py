@@ -109,6 +109,11 @@ def test_server_info_names_the_transport_and_why(server: RunningServer) -> None:
     assert (info["tp_transport"], info["tp_transport_reason"]) == ("collective", "one rank: nothing travels")
 
 
+def test_server_info_says_whether_steps_overlap_and_why(server: RunningServer) -> None:
+    info = httpx.get(f"{server.url}/server_info").json()
+    assert (info["overlap"], info["overlap_reason"]) == (False, "on the CPU host and step share the cores")
+
+
 def test_multiple_reduction_is_off_at_level_topology_and_on_at_level_batch(server: RunningServer) -> None:
     info = server.info()
     off = "level topology adds every slot at the home rank"

@@ -116,6 +116,15 @@ def test_a_preempted_request_gives_the_same_bits(llm):
     assert stats.num_free_kv_blocks == stats.num_kv_blocks == 2
 
 
+def test_overlap_is_on_unless_it_is_switched_off_and_changes_nothing(llm, reference):
+    assert llm.engine.runner.overlaps
+    llm.reconfigure(**LIMITS, overlap="off")
+    assert not llm.engine.runner.overlaps
+    found = run(llm, range(len(PROMPTS)))
+    llm.reconfigure(**LIMITS, overlap="auto")
+    assert found == reference
+
+
 def test_a_sequence_that_ends_leaves_one_inert_row_and_nothing_else(llm, reference):
     # The next step is launched before the stop token is known, with a row for the sequence that has ended.
     ends = replace(GREEDY, stop_token_ids=(reference[0].token_ids[1],))

@@ -8,8 +8,8 @@ import torch
 from moe_runtime.engine import sampler
 from moe_runtime.engine.batch import LogitsRow
 from moe_runtime.engine.request import Request, SamplingParams
-from moe_runtime.engine.sampler import row_sampling, score_rows
-from moe_runtime.engine.sequence import Sequence
+from moe_runtime.engine.sampler import ScoredRow, plan_choices, row_sampling, score_rows
+from moe_runtime.engine.sequence import UNKNOWN_TOKEN, Sequence
 from moe_runtime.kernels.logit_rules import apply_rules_reference
 from moe_runtime.kernels.sampling import RowSampling, sample_row
 from moe_runtime.kernels.schedules import Control, control
@@ -39,6 +39,13 @@ def row(token_idx: int, prompt_position: int | None = None, **params) -> LogitsR
     return LogitsRow(token_idx, Sequence(request, 0, token_idx), prompt_position)
 
 
+def score(head, hidden: torch.Tensor, rows: list[LogitsRow]) -> list[ScoredRow]:
+    token_ids = torch.zeros(hidden.shape[0], dtype=torch.int64)
+    for r in rows:
+        token_ids[r.token_idx] = r.sequence.token_ids[-1]
+    return score_rows(head, hidden, plan_choices(rows), token_ids)
+
+
 def mixed_rows(num_rows: int) -> list[LogitsRow]:
     kinds = [
         {"temperature": 0, "logprobs": 3},
@@ -55,17 +62,17 @@ def mixed_rows(num_rows: int) -> list[LogitsRow]:
 def test_a_row_is_scored_as_it_is_alone(num_rows):
     hidden, head = hostile("normal", (num_rows, HIDDEN), seed=2) / 8, Head()  # flat enough to sample from
     rows = mixed_rows(num_rows)
-    together = score_rows(head, hidden, rows)
-    assert together == [score_rows(head, hidden, [r])[0] for r in rows]
-    backwards = score_rows(head, hidden, rows[::-1])
+    together = score(head, hidden, rows)
+    assert together == [score(head, hidden, [r])[0] for r in rows]
+    backwards = score(head, hidden, rows[::-1])
     assert backwards[::-1] == together
 
 
 def test_logits_are_made_in_slices():
     hidden, head = hostile("normal", (300, HIDDEN), seed=3), Head()
-    score_rows(head, hidden, mixed_rows(300))
+    score(head, hidden, mixed_rows(300))
     assert head.num_calls == -(-300 // sampler.ROWS_PER_SLICE)
-    assert score_rows(head, hidden, []) == []
+    assert score(head, hidden, []) == []
 
 
 def test_tokens_and_logprobs_are_those_of_the_definition():
@@ -73,7 +80,7 @@ def test_tokens_and_logprobs_are_those_of_the_definition():
     rows = mixed_rows(36)
     logits = head.logits(hidden)
     logprobs = log_softmax(logits)
-    for i, (r, scored) in enumerate(zip(rows, score_rows(head, hidden, rows), strict=True)):
+    for i, (r, scored) in enumerate(zip(rows, score(head, hidden, rows), strict=True)):
         params = r.sequence.params
         if r.prompt_position is not None:
             expected, num_top = r.sequence.token_ids[r.prompt_position], params.prompt_logprobs
@@ -110,7 +117,7 @@ def test_the_greedy_token_is_the_first_alternative_of_a_flat_row():
 
     logprobs = log_softmax(Flat().logits(torch.zeros(1, HIDDEN)))
     assert logprobs[0, 77] == logprobs[0, 0]
-    [scored] = score_rows(Flat(), torch.zeros(1, HIDDEN), [row(0, temperature=0, logprobs=3)])
+    [scored] = score(Flat(), torch.zeros(1, HIDDEN), [row(0, temperature=0, logprobs=3)])
     assert scored.token_id == 77
     assert scored.logprobs.top_ids == (77, 0, 1)
     assert scored.logprobs.top_logprobs == (scored.logprobs.logprob,) * 3
@@ -123,7 +130,7 @@ def test_rows_with_rules_are_chosen_by_the_definition_and_leave_the_others_alone
     rows = [row(i, **kinds[i % len(kinds)], logprobs=2) for i in range(12)]
     for r in rows:
         r.sequence.token_ids += [5, 9, 5]
-    scored = score_rows(head, hidden, rows)
+    scored = score(head, hidden, rows)
     logits = head.logits(hidden)
     for i, r in enumerate(rows):
         rule, values = r.sequence.rules, logits[i : i + 1]
@@ -132,11 +139,11 @@ def test_rows_with_rules_are_chosen_by_the_definition_and_leave_the_others_alone
             values = apply_rules_reference(values, [rule], [5])
         assert scored[i].token_id == sample_row(values[0], row_sampling(r, i))
         assert scored[i].logprobs.logprob == log_softmax(logits)[i, scored[i].token_id].item()
-    assert scored == [score_rows(head, hidden, [r])[0] for r in rows]
+    assert scored == [score(head, hidden, [r])[0] for r in rows]
     bare = [row(i, **{k: v for k, v in kinds[i % 4].items() if k == "temperature"}) for i in range(12)]
     for r in bare:
         r.sequence.token_ids += [5, 9, 5]
-    free = [s.token_id for s in score_rows(head, hidden, bare)]
+    free = [s.token_id for s in score(head, hidden, bare)]
     assert [s.token_id for s in scored][1::4] == free[1::4]
     assert [s.token_id for s in scored] != free
 
@@ -144,16 +151,16 @@ def test_rows_with_rules_are_chosen_by_the_definition_and_leave_the_others_alone
 def test_forced_tokens_follow_each_other():
     hidden, head = hostile("normal", (1, HIDDEN), seed=5), Head()
     r = row(0, forced_token_ids=(77, 78))
-    assert score_rows(head, hidden, [r])[0].token_id == 77
+    assert score(head, hidden, [r])[0].token_id == 77
     r.sequence.token_ids.append(77)
-    assert score_rows(head, hidden, [r])[0].token_id == 78
+    assert score(head, hidden, [r])[0].token_id == 78
 
 
 def test_noise_follows_the_position_in_the_sequence():
     hidden, head = torch.zeros(1, HIDDEN), Head()
     r, chosen = row(0, temperature=1.0), []
     for _ in range(12):
-        chosen.append(score_rows(head, hidden, [r])[0].token_id)
+        chosen.append(score(head, hidden, [r])[0].token_id)
         r.sequence.token_ids.append(0)
     assert len(set(chosen)) > 6
 
@@ -161,6 +168,28 @@ def test_noise_follows_the_position_in_the_sequence():
 def test_control_noise_by_place_in_the_batch_changes_tokens():
     hidden, head = torch.zeros(20, HIDDEN), Head()
     rows = [row(i, seed=3) for i in range(20)]
-    assert len({s.token_id for s in score_rows(head, hidden, rows)}) == 1
+    assert len({s.token_id for s in score(head, hidden, rows)}) == 1
     with control(Control.BATCH_NOISE):
-        assert len({s.token_id for s in score_rows(head, hidden, rows)}) > 1
+        assert len({s.token_id for s in score(head, hidden, rows)}) > 1
+
+
+def test_choices_are_of_the_moment_at_which_they_were_planned():
+    """The engine moves sequences on while a step runs; what is not known yet is the step's own last token."""
+    hidden, head = hostile("normal", (6, HIDDEN), seed=7) / 8, Head()
+    kinds = [
+        {"temperature": 0.9},
+        {"frequency_penalty": 5.0, "temperature": 0},
+        {"forced_token_ids": (7, 8, 9)},
+    ]
+    rows = [row(i, **kinds[i % 3], logprobs=1) for i in range(6)]
+    for r in rows:
+        r.sequence.token_ids.append(5)
+    expected = score(head, hidden, rows)
+    for r in rows:
+        r.sequence.token_ids[-1] = UNKNOWN_TOKEN
+    choices = plan_choices(rows)
+    for r in rows:
+        r.sequence.token_ids += [1, 2]
+    assert score_rows(head, hidden, choices, torch.full((6,), 5)) == expected
+    late = score_rows(head, hidden, plan_choices(rows[:2]), torch.full((6,), 5))
+    assert late != expected[:2], "control: planned later they are other choices"

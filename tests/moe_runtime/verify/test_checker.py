@@ -176,11 +176,22 @@ def test_world_sizes_give_one_digest_and_every_rank_the_same_report(
     assert {report.exit_code for report in reports} == {CheckExit.EQUAL}
 
 
+@pytest.mark.slow  # the ordinary suite has eight ranks in tests/moe_runtime/engine/test_cpu_runner.py
+def test_interruptions_overlap_and_scoring_hold_on_eight_ranks(
+    ranks: Callable[..., list[Any]], tiny_model: Path
+) -> None:
+    report = ranks(8, _check_on_a_rank, str(tiny_model), "topology", ("preemption", "overlap", "scored"))[7]
+    assert {axis.name: axis.finding for axis in report.axes} == dict.fromkeys(
+        ("preemption", "overlap", "scored"), "equal"
+    )
+    assert report.exit_code is CheckExit.EQUAL
+
+
 def test_level_batch_holds_on_every_axis_and_digests_tell_deployments_apart(
     ranks: Callable[..., list[Any]], tiny_model: Path
 ) -> None:
     # What is left out needs more prompts, or time.
-    axes = tuple(name for name in AXES if name not in ("buckets", "graph", "preempt"))
+    axes = tuple(name for name in AXES if name not in ("buckets", "graph", "preempt", "preemption"))
     arguments = (str(tiny_model), "batch", axes)
     reports = {size: ranks(size, _check_on_a_rank, *arguments)[0] for size in (2, 3)}
     for report in reports.values():

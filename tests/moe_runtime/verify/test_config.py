@@ -20,6 +20,8 @@ from moe_runtime.verify.config import CheckConfig
         ({"max_tokens": 0}, r"max_tokens \(0\) must be at least 1"),
         ({"num_alone": 0}, r"num_alone \(0\) must be at least 1"),
         ({"axes": ("alone", "batch")}, r"axes \(batch\) must be among again, shuffled"),
+        ({"soak_minutes": 0.0}, r"soak_minutes \(0.0\) must be finite and positive"),
+        ({"soak_minutes": float("inf")}, r"soak_minutes \(inf\) must be finite and positive"),
         ({"control": "noise"}, r"control \(noise\) must be one of none, split-k-gemm"),
         ({"expect_digest": "abc"}, r"expect_digest \(abc\) must be 64 hexadecimal digits"),
         ({"expect_digest": "g" * 64}, "must be 64 hexadecimal digits"),
