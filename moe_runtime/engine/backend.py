@@ -114,6 +114,7 @@ def start_engine(
         model.plan.config.eos_token_ids,
         tensor_parallel,
         mover,
+        prefix_cache=config.prefix_cache,
     )
 
 

@@ -80,11 +80,19 @@ class CompletionOutput:
 
 @dataclass(slots=True, kw_only=True)
 class RequestOutput:
-    """A finished request: its prompt ids, prompt logprobs where asked for, and its choices in order."""
+    """A finished request.
+
+    Attributes:
+        prompt_ids: The prompt.
+        prompt_logprobs: One entry per prompt token where asked for.
+        outputs: Its choices in order.
+        num_cached_tokens: Tokens of the prompt whose keys and values were in the prefix cache for choice 0.
+    """
 
     prompt_ids: tuple[int, ...]
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None
     outputs: list[CompletionOutput]
+    num_cached_tokens: int = 0
 
 
 class LLM:
@@ -235,6 +243,11 @@ class LLM:
         self.config = config
         self._start_engine(before)
         raise CapacityError(message)
+
+    def flush_cache(self) -> None:
+        """Forget what the prefix cache holds; no result depends on it. Under torchrun every rank calls it."""
+        if isinstance(self.engine, Engine):
+            self.engine.flush.now()
 
     def default_sampling_params(self) -> SamplingParams:
         """The checkpoint's own temperature, top_p, top_k, min_p and repetition_penalty (``generation_config.json``), as
@@ -396,6 +409,7 @@ class _Collector:
     def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
         self.request = request
         self.prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+        self.num_cached_tokens = 0
         self.choices = [_Choice(request, i, tokenizer) for i in range(request.params.n)]
 
     @property
@@ -406,6 +420,8 @@ class _Collector:
         """Take an output; True when the choice met a stop string and is to be aborted in the engine."""
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
+        if output.choice_idx == 0:
+            self.num_cached_tokens += output.num_cached_tokens
         return self.choices[output.choice_idx].add(output)
 
     def result(self) -> RequestOutput:
@@ -413,6 +429,7 @@ class _Collector:
             prompt_ids=self.request.prompt_ids,
             prompt_logprobs=self.prompt_logprobs,
             outputs=[choice.result() for choice in self.choices],
+            num_cached_tokens=self.num_cached_tokens,
         )
 
 

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from typing import Literal
 
 import msgspec
 import torch
@@ -40,6 +41,8 @@ class Run:
         max_num_seqs, max_num_batched_tokens, kv_cache_blocks: Limits; by default those the engine started with.
         enforce_eager: Launch kernels one by one; by default as the engine started.
         moves: Moves of experts by step, as for ``LLM.generate``.
+        prefix_cache: ``off``: all of every request is computed. ``cold``: they share what they have in common, from
+            empty caches on. ``warm``: also with earlier runs, if these had the same limits.
         topology: Deployment to load for it; by default the one that the check started on. Where each rank is alone it
             runs its share of the cases, and ``ranks`` and ``arrival_steps`` are None.
     """
@@ -53,6 +56,7 @@ class Run:
     kv_cache_blocks: int | None = None
     enforce_eager: bool | None = None
     moves: Mapping[int, ModelPlacement | None] = field(default_factory=dict)
+    prefix_cache: Literal["off", "cold", "warm"] = "off"
     topology: Topology | None = None
 
     def __post_init__(self) -> None:
@@ -69,6 +73,8 @@ class RunResult:
     Attributes:
         outputs: In the order of the cases; the same on every rank.
         num_preemptions: Over all ranks.
+        num_evictions: Blocks that prefix caches gave up, over all ranks.
+        num_cached_tokens: Tokens that prefix caches spared computing.
         wall_s: On this rank, with loading.
         not_run: Why the deployment cannot be here, where so; there are no outputs then.
     """
@@ -76,6 +82,8 @@ class RunResult:
     outputs: list[Output]
     num_preemptions: int
     wall_s: float
+    num_evictions: int = 0
+    num_cached_tokens: int = 0
     not_run: str | None = None
 
 
@@ -136,7 +144,11 @@ class Runner:
         llm, group = deployed.llm, self.llm.group
         is_alone = run.topology is not None and run.topology.ranks == "alone"
         cases = run.cases[group.rank :: group.size] if is_alone else run.cases
-        num_preemptions_before = llm.engine.stats().num_preemptions
+        if run.prefix_cache == "off":
+            cases = [case.uncached() for case in cases]
+        elif run.prefix_cache == "cold":
+            llm.flush_cache()
+        before = llm.engine.stats()
         results = llm.generate(
             [case.prompt_ids for case in cases],
             [case.params for case in cases],
@@ -145,13 +157,20 @@ class Runner:
             moves=run.moves,
             on_finished=on_finished,
         )
-        num_preemptions = llm.engine.stats().num_preemptions - num_preemptions_before
+        after = llm.engine.stats()
+        counts = [
+            after.num_preemptions - before.num_preemptions,
+            after.num_prefix_cache_evictions - before.num_prefix_cache_evictions,
+        ]
         outputs = [_output(case, result) for case, result in zip(cases, results, strict=True)]
         if is_alone:
             outputs = _gather_shares(outputs, len(run.cases), group)
+        num_preemptions, num_evictions = group.all_gather(torch.tensor(counts)).sum(dim=0).tolist()
         return RunResult(
             outputs=outputs,
-            num_preemptions=int(group.all_gather(torch.tensor([num_preemptions])).sum()),
+            num_preemptions=num_preemptions,
+            num_evictions=num_evictions,
+            num_cached_tokens=sum(result.num_cached_tokens for result in results),
             wall_s=time.perf_counter() - start_s,
         )
 
