@@ -41,7 +41,7 @@ BUCKET_EDGES = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 25
 FEWEST_STEP_TOKENS = 15
 BUCKET_OUTPUT_TOKENS = 3
 SHORT_OUTPUT_TOKENS = 8
-CACHE_ABSENT = "not applicable: the engine has no prefix cache"
+CACHE_ABSENT = "not applicable: the engine has no prefix cache, or no room for a prompt with a full block"
 GRAPHS_ABSENT = "not applicable: this device or transport has no graphs"
 TOPOLOGIES_ABSENT = "not applicable: level batch promises one deployment, which has no other transport here"
 PLACEMENT_ABSENT = (
@@ -74,7 +74,7 @@ class AxisSetup:
         block_size: Tokens of a KV block.
         max_num_seqs: Most sequences that one of them runs at once.
         enforce_eager: Whether the engine started without graphs; None on a device that has none.
-        prefix_cache: Whether engines have a prefix cache.
+        prefix_cache: Whether the engines have a prefix cache.
         captures: Whether the deployment of the check can have graphs.
         full: Every case, every output token, more batches.
         topologies: Other deployments whose bits must be these.
@@ -200,9 +200,9 @@ def _radix_cache(setup: AxisSetup) -> list[Run]:
     arrive now and then on any engine, by two tenants and some that opt out, in chunks, and while blocks are evicted
     and requests preempted for want of room.
     """
-    if not setup.prefix_cache:
-        return []
     source, cases = setup.source, setup.short(setup.source.cached_cases(setup.block_size))
+    if not setup.prefix_cache or max(len(case.prompt_ids) for case in cases) <= setup.block_size:
+        return []
     runs = [
         Run(name="computed", cases=cases),
         Run(name="cold", cases=cases, prefix_cache="cold"),
