@@ -324,6 +324,7 @@ class LLM:
             finished = self._run([(step, requests[i]) for step, i in mine], on_finished, scheduled)
         except BaseException:
             self.engine.abort_all()  # or what is left would answer requests of the next call
+            self.flush_cache()  # a step that was planned may not have run
             raise
         gathered = self.group.all_gather_bytes(msgspec.msgpack.encode(finished))
         by_id: dict[str, RequestOutput] = {}

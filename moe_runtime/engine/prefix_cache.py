@@ -74,7 +74,7 @@ class PrefixDigests:
         prompt: PrefixDigests | None = None,
         num_prompt_blocks: int = 0,
     ) -> None:
-        self._root = root_digest(salt) if prompt is None else prompt._root
+        self._root: bytes = root_digest(salt) if prompt is None else prompt._root
         self._block_size = block_size
         self._num_prompt_blocks = num_prompt_blocks
         self._of_prompt: list[bytes] = [] if prompt is None else prompt._of_prompt

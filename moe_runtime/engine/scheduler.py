@@ -120,7 +120,9 @@ class Scheduler:
                 chunks[sequence.arrival_idx] = ScheduledChunk(sequence, num_tokens)
                 budget -= num_tokens
         for chunk in chunks.values():
-            self._name_blocks(chunk)
+            end = chunk.sequence.num_computed_tokens + chunk.num_tokens
+            if end // BLOCK_SIZE > chunk.sequence.num_named_blocks:
+                self._name_blocks(chunk)
         if self.num_preemptions == num_preemptions_before:
             self._admit(chunks, budget)
         return list(chunks.values())

@@ -7,10 +7,12 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from moe_runtime.comm.groups import RankGroup
 from moe_runtime.engine.llm import LLM, RequestOutput
 from moe_runtime.engine.request import SamplingParams
 from moe_runtime.kernels.schedules import Control, control
 from tests.checkpoints import tiny_config, write_checkpoint
+from tests.ranks import RankContext
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, logprobs=3, seed=0)
 TEXT = [(17 * i * i + 5 * i) % 128 for i in range(400)]
@@ -132,3 +134,39 @@ def test_the_cache_can_be_left_out(tmp_path):
     for _ in range(2):
         assert llm.generate([TEXT[:150]], GREEDY)[0].num_cached_tokens == 0
     assert llm.engine.stats().num_cached_kv_blocks == 0
+
+
+def test_a_call_that_was_cut_short_leaves_nothing_in_the_cache(llm, monkeypatch):
+    """What the last step was to compute has names already, and nothing else."""
+    want = flushed(llm, [TEXT[:150]], GREEDY)
+    llm.flush_cache()
+
+    def interrupt(*arguments, **fields):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(llm.engine.runner, "launch", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([TEXT[:150]], GREEDY)
+    assert llm.engine.stats().num_cached_kv_blocks == 0
+    assert bits(llm.generate([TEXT[:150]], GREEDY)) == bits(want)
+
+
+def _cold_and_warm(context: RankContext, model: str, tp: int) -> tuple[bytes, bytes, list[int]]:
+    llm = LLM(model, group=RankGroup(rank=context.rank, size=context.world_size), tp=tp, kv_cache_blocks=9)
+    prompts = [TEXT[:length] for length in (65, 129, 200, 130)]
+    cold = llm.generate(prompts, replace(GREEDY, prompt_logprobs=1))
+    warm = llm.generate(prompts, replace(GREEDY, n=2))
+    return bits(cold), bits(warm), [result.num_cached_tokens for result in warm]
+
+
+def test_ranks_and_groups_of_ranks_give_the_bits_of_one(ranks, tmp_path):
+    """The ranks that follow in a group are sent block tables, so hits are nothing special to them."""
+    model = str(write_checkpoint(tmp_path, tiny_config("mixtral")))
+    (alone,) = ranks(1, _cold_and_warm, model, 1)
+    assert alone[2] == [64, 128, 192, 128]
+    for tp in (1, 2):
+        found = ranks(2, _cold_and_warm, model, tp)
+        assert found[0] == found[1]
+        assert found[0][:2] == alone[:2]
+        assert sum(found[0][2]) > 0
