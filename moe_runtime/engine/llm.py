@@ -12,7 +12,7 @@ import gc
 import logging
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 import msgspec
 import numpy as np
@@ -86,13 +86,14 @@ class RequestOutput:
         prompt_ids: The prompt.
         prompt_logprobs: One entry per prompt token where asked for.
         outputs: Its choices in order.
-        num_cached_tokens: Tokens of the prompt whose keys and values were in the prefix cache for choice 0.
+        num_cached_tokens: Tokens of the prompt whose keys and values were in the prefix cache for choice 0. Results
+            that differ in it alone are equal.
     """
 
     prompt_ids: tuple[int, ...]
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None
     outputs: list[CompletionOutput]
-    num_cached_tokens: int = 0
+    num_cached_tokens: int = field(default=0, compare=False)
 
 
 class LLM:
