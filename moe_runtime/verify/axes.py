@@ -203,6 +203,7 @@ def _radix_cache(setup: AxisSetup) -> list[Run]:
     source, cases = setup.source, setup.short(setup.source.cached_cases(setup.block_size))
     if not setup.prefix_cache or max(len(case.prompt_ids) for case in cases) <= setup.block_size:
         return []
+    some = cases if setup.full else cases[::2]
     runs = [
         Run(name="computed", cases=cases),
         Run(name="cold", cases=cases, prefix_cache="cold"),
@@ -216,9 +217,15 @@ def _radix_cache(setup: AxisSetup) -> list[Run]:
         ),
         Run(
             name="two tenants",
-            cases=source.shuffle("tenants", [c.salted(s) for c in cases for s in ("a", "b")])
-            + [case.uncached() for case in cases[::3]]
-            + list(cases[1::3]),
+            cases=source.shuffle(
+                "tenants",
+                [
+                    *(case.salted("a") for case in cases),
+                    *(case.salted("b") for case in some),
+                    *(case.uncached() for case in some[::2]),
+                    *some[1::2],
+                ],
+            ),
             prefix_cache="warm",
         ),
         Run(
@@ -231,7 +238,7 @@ def _radix_cache(setup: AxisSetup) -> list[Run]:
     ]
     # Room for the longest and little more: every other one evicts what it does not share.
     tight = max(map(setup.end_blocks, cases)) + 1
-    crowd = [replace(case, params=replace(case.params, cache_salt=s)) for case in cases for s in (None, "a")]
+    crowd = [*cases, *(case.salted("a") for case in some[::2])]
     for i in range(2):
         runs.append(
             Run(
