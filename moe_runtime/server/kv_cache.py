@@ -17,16 +17,11 @@ from moe_runtime.server.event_stream import EventStream
 __all__ = ["kv_cache_router"]
 
 _MAX_NUMBER = 2**63 - 1
-_EVENTS_SCHEMA: dict[str, Any] = {
-    "parameters": [
-        {
-            "name": "after",
-            "in": "query",
-            "required": False,
-            "schema": {"type": "integer", "minimum": 0, "maximum": _MAX_NUMBER},
-            "description": "Number of the last event that is known; all that are kept come where it is left out",
-        }
-    ]
+_NO_FIELDS: dict[str, Any] = {
+    "requestBody": {
+        "required": False,
+        "content": {"application/json": {"schema": {"type": "object", "additionalProperties": False}}},
+    }
 }
 
 
@@ -34,14 +29,15 @@ def kv_cache_router(context: Context) -> APIRouter:
     """The endpoints."""
     router = APIRouter()
 
-    @router.post("/flush_cache")
+    @router.post("/flush_cache", openapi_extra=_NO_FIELDS)
     async def flush_cache(http_request: HttpRequest) -> dict[str, str]:
         if (await read_body(http_request, context.config.max_body_bytes)).strip() not in (b"", b"{}"):
             raise InvalidRequestError("the body must be empty: a flush takes no fields")
         await context.client.flush_cache()
         return {"status": "flushed"}
 
-    @router.get("/kv_events", openapi_extra=_EVENTS_SCHEMA)
+    # A stream without an end is nothing that an OpenAPI document can say.
+    @router.get("/kv_events", include_in_schema=False)
     async def kv_events(http_request: HttpRequest) -> Response:
         after = _after(http_request)
         context.require_ready()
