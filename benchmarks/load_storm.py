@@ -119,7 +119,9 @@ async def _leave(client: LoadClient, index: int, share: float, kinds: Counter[st
             reply = await client.post(path, body, leave_after_s=0.02 + share)
             kinds["queued" if not reply.events else "streaming"] += 1
         case 2:  # a long prompt: in the queue, or in one of its chunks
-            reply = await client.post(path, body | {"prompt": LONG_PROMPT}, leave_after_s=0.05 + 4 * share)
+            reply = await client.post(
+                path, body | {"prompt": LONG_PROMPT, "cache_prompt": False}, leave_after_s=0.05 + 4 * share
+            )
             kinds["queued or in prefill"] += 1
         case 3:
             reply = await client.post(path, body, leave_after_events=1)
