@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["LoadClient", "Reply", "digest"]
+__all__ = ["LoadClient", "Reply", "digest", "own_usage"]
 
 
 @dataclass(slots=True)
@@ -156,7 +156,12 @@ async def _read_chunk(reader: asyncio.StreamReader) -> bytes:
     return data[:-2]
 
 
+def own_usage(document: Any) -> dict[str, Any]:
+    """An answer's usage without what depends on other requests: how much of a prompt was cached."""
+    return {name: count for name, count in document["usage"].items() if name != "prompt_tokens_details"}
+
+
 def digest(document: Any) -> str:
     """Of everything in an answer that depends on the request alone."""
-    kept = [document["choices"], document["usage"], document["system_fingerprint"]]
+    kept = [document["choices"], own_usage(document), document["system_fingerprint"]]
     return hashlib.sha256(json.dumps(kept).encode()).hexdigest()[:16]

@@ -21,6 +21,7 @@ from moe_runtime.engine.messages import (
     AbortRequest,
     AddRequest,
     Drain,
+    FlushCache,
     MoveExperts,
     MoveResult,
     PlacementReport,
@@ -76,6 +77,7 @@ class RankService:
         self._last_report_s = 0.0
         self._moves: list[MoveResult] = []
         self._asked_moves: dict[int, int] = {}
+        self._num_reported_flushes = 0
         self._reported_versions: tuple[int, ...] = ()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
@@ -133,6 +135,9 @@ class RankService:
             self.engine.add_request(message.request)
         elif isinstance(message, AbortRequest):
             self.engine.abort(message.request_id, message.choice_idx)
+        elif isinstance(message, FlushCache):
+            assert isinstance(self.engine, Engine), "rank 0 schedules"
+            self.engine.flush.request()
         elif isinstance(message, MoveExperts):
             self._move(message)
         elif isinstance(message, Drain):
@@ -182,9 +187,11 @@ class RankService:
         now_s = time.monotonic()
         mover = self.engine.mover
         has_ended_moves = bool(self._moves or (mover is not None and mover.results))
-        if not outputs and not has_ended_moves and now_s - self._last_report_s < HEARTBEAT_S / 2:
+        has_flushed = self.engine.num_cache_flushes != self._num_reported_flushes
+        if not (outputs or has_ended_moves or has_flushed) and now_s - self._last_report_s < HEARTBEAT_S / 2:
             return
         self._last_report_s = now_s
+        self._num_reported_flushes = self.engine.num_cache_flushes
         report = RankReport(
             self.rank,
             self._epoch,
@@ -194,5 +201,6 @@ class RankService:
             None if mover is None else mover.stats(),
             self._new_placement(),
             self._ended_moves(),
+            self.engine.take_kv_events(),
         )
         self._socket.send(encode(report))

@@ -53,6 +53,7 @@ from moe_runtime.exit_codes import (
     EXIT_USAGE,
     exit_code_of_signal,
 )
+from moe_runtime.kernels.attention import BLOCK_SIZE
 from moe_runtime.launch.cli import last_error, parse_config, print_error, usage_error
 from moe_runtime.launch.distributed import close_ranks, init_ranks
 from moe_runtime.launch.error_file import ErrorFile
@@ -255,6 +256,8 @@ def _serve(
                 mover=mover,
                 control=control,
             )
+        if config.http.kv_events:
+            engine.report_kv_events()
     except ValueError as error:  # CheckpointError is one
         usage_error(str(error))
     except InvarianceError as error:
@@ -375,6 +378,9 @@ def _server_config(
         step_timeout_s=config.steps.step_timeout_s,
         log_format=config.log_format,
         request_timeout_s=config.http.request_timeout_s,
+        prefix_cache=config.engine.prefix_cache,
+        kv_block_size=BLOCK_SIZE,
+        kv_events=config.http.kv_events,
         max_num_seqs=config.engine.max_num_seqs,
         max_queued_seqs=config.http.max_queued_seqs,
         max_queued_tokens=config.http.max_queued_tokens,

@@ -41,6 +41,7 @@ class HTTPConfig:
             all others with it.
         request_timeout_s: Seconds that a request may take, from its queueing to its last token; over it, 504. By
             default there is no limit.
+        kv_events: Tell at ``/kv_events`` which blocks the prefix caches hold, as a router can use it.
         max_queued_seqs: Most sequences (choices of prompts) that wait for a place among the running ones; over it, 429
             with Retry-After.
         max_queued_tokens: Most prompt tokens of sequences that have no output yet, while some wait; over it, 429 with
@@ -59,6 +60,7 @@ class HTTPConfig:
     drain_timeout_s: float = 20.0
     heartbeat_timeout_s: float = 5.0
     request_timeout_s: float | None = None
+    kv_events: bool = False
     max_queued_seqs: int = 4096
     max_queued_tokens: int = 4 * 2**20
     max_unread_bytes: int = 4 * 2**20

@@ -118,6 +118,7 @@ def start_engine(
         tensor_parallel,
         mover,
         control,
+        prefix_cache=config.prefix_cache,
     )
 
 

@@ -25,6 +25,8 @@ class EngineConfig:
         max_num_batched_tokens: Most tokens that a rank runs in a step; longer prompts are run in chunks.
         kv_cache_blocks: KV blocks of 64 tokens per rank; by default as many as the sequences need, up to 256 MiB on the
             CPU, up to what is free on a GPU.
+        prefix_cache: Compute keys and values of equal beginnings once, by blocks of 64 tokens, and keep them as long as
+            there is room. Changes no bit.
         gpu_memory_utilization: Share of the GPU's free memory that may be used.
         enforce_eager: Launch every kernel by itself, without CUDA graphs.
         overlap: Plan the next step while one runs: ``on``, ``off``, or ``auto``, on where the device runs by itself
@@ -62,6 +64,7 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     kv_cache_blocks: int | None = None
+    prefix_cache: bool = True
     gpu_memory_utilization: float = 0.9
     enforce_eager: bool = False
     overlap: Literal["auto", "on", "off"] = "auto"

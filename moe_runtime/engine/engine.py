@@ -21,7 +21,9 @@ from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.tensor_parallel import TensorParallel
 from moe_runtime.engine.batch import plan_step, wanted_rows
 from moe_runtime.engine.block_manager import BlockManager
+from moe_runtime.engine.cache_flush import CacheFlush
 from moe_runtime.engine.expert_mover import ExpertMover
+from moe_runtime.engine.kv_events import BlockEvent
 from moe_runtime.engine.messages import ExpertLoadReport, RankStats, SequenceOutput
 from moe_runtime.engine.request import Request
 from moe_runtime.engine.runner import LaunchedStep, Runner
@@ -46,6 +48,7 @@ class Engine:
         mover: Moves experts between steps; None where they stay.
         control: The ranks by channels that no step uses, where the runner runs steps in a thread
             (comm/control_group.py); by default ``group``.
+        prefix_cache: Whether keys and values of equal beginnings are computed once.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class Engine:
         tensor_parallel: TensorParallel | None = None,
         mover: ExpertMover | None = None,
         control: RankGroup | None = None,
+        prefix_cache: bool = True,
     ) -> None:
         self.tensor_parallel = tensor_parallel or TensorParallel()
         self.mover = mover
@@ -69,7 +73,8 @@ class Engine:
             "a thread has the group's channels"
         )
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.scheduler = Scheduler(scheduler_config, BlockManager(num_kv_blocks))
+        self.scheduler = Scheduler(scheduler_config, BlockManager(num_kv_blocks, prefix_cache=prefix_cache))
+        self.flush = CacheFlush(self.scheduler.blocks)
         self.num_steps = 0
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
@@ -127,11 +132,13 @@ class Engine:
             num_unfinished=self.scheduler.num_unfinished + num_pending,
             epoch=epoch,
             drain=int(drain),
+            flush_request=self.flush.num_requests,
             **({} if self.mover is None else self.mover.vector_fields()),
         )
         self.last_vector = vector
         view = exchange_step(vector, self.control, self.tensor_parallel.size)
         self.runner.expert_load.before_step(view)
+        self.flush.boundary(view)
         if self.mover is not None:
             if self.mover.is_active:
                 self.runner.settle()  # the boundary may change weights
@@ -164,6 +171,11 @@ class Engine:
             num_waiting=len(self.scheduler.waiting),
             num_kv_blocks=blocks.num_blocks,
             num_free_kv_blocks=blocks.num_free_blocks,
+            num_cached_kv_blocks=blocks.num_cached_blocks,
+            num_prefix_cache_queries=blocks.num_queried_tokens,
+            num_prefix_cache_hits=blocks.num_hit_tokens,
+            num_prefix_cache_evictions=blocks.num_evictions,
+            num_cache_flushes=self.num_cache_flushes,
             num_preemptions=self.scheduler.num_preemptions,
             num_steps=self.num_steps,
             num_prompt_tokens=self.num_prompt_tokens,
@@ -171,6 +183,19 @@ class Engine:
             num_computed_tokens=self.num_computed_tokens,
             last_step_ms=self.last_step_ms,
         )
+
+    @property
+    def num_cache_flushes(self) -> int:
+        """Flushes of the prefix cache that all ranks have agreed on and made."""
+        return self.flush.num_done
+
+    def report_kv_events(self) -> None:
+        """Keep changes of the prefix cache for ``take_kv_events`` from now on."""
+        self.scheduler.blocks.cache.events = []
+
+    def take_kv_events(self) -> tuple[BlockEvent, ...]:
+        """See ``RankReport.kv_events``."""
+        return self.scheduler.blocks.cache.take_events()
 
     def take_expert_load(self) -> tuple[ExpertLoadReport, ...]:
         """See ``RankReport.expert_load``."""
@@ -225,8 +250,9 @@ class Engine:
     def _advance(self, chunk: _ChunkUnderWay, result: ScoredRow | None) -> SequenceOutput:
         """Take a chosen token into its sequence."""
         sequence = chunk.sequence
-        prompt_logprobs = None
+        prompt_logprobs, num_cached_tokens = None, 0
         if chunk.output_position == sequence.num_prompt_tokens:
+            num_cached_tokens = sequence.num_cached_tokens or 0
             self.num_prompt_tokens += sequence.num_prompt_tokens
             if sequence.wants_prompt_logprobs:
                 prompt_logprobs = tuple(sequence.prompt_logprobs or [None])
@@ -238,6 +264,7 @@ class Engine:
                 prompt_logprobs=prompt_logprobs,
                 finish_reason="length",
                 routed_experts=sequence.take_routing(),
+                num_cached_tokens=num_cached_tokens,
             )
         sequence.token_ids[chunk.output_position] = result.token_id
         self.num_generation_tokens += 1
@@ -254,6 +281,7 @@ class Engine:
             finish_reason=finish_reason,
             stop_reason=stop_reason,
             routed_experts=sequence.take_routing(),
+            num_cached_tokens=num_cached_tokens,
         )
 
     def _finish_reason(

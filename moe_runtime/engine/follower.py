@@ -11,6 +11,7 @@ import time
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.tensor_parallel import TensorParallel
 from moe_runtime.engine.expert_mover import ExpertMover
+from moe_runtime.engine.kv_events import BlockEvent
 from moe_runtime.engine.messages import ExpertLoadReport, RankStats, SequenceOutput
 from moe_runtime.engine.request import Request
 from moe_runtime.engine.runner import Runner
@@ -44,6 +45,7 @@ class Follower:
         self.mover = mover
         self.num_steps = 0
         self.num_computed_tokens = 0
+        self.num_cache_flushes = 0
         self.last_step_ms = 0.0
         self.last_vector = StepVector()
 
@@ -96,6 +98,13 @@ class Follower:
             num_computed_tokens=self.num_computed_tokens,
             last_step_ms=self.last_step_ms,
         )
+
+    def report_kv_events(self) -> None:
+        """Nothing to report: the first rank's cache is that of the group."""
+
+    def take_kv_events(self) -> tuple[BlockEvent, ...]:
+        """See ``RankReport.kv_events``."""
+        return ()
 
     def take_expert_load(self) -> tuple[ExpertLoadReport, ...]:
         """See ``RankReport.expert_load``; this rank's share of the group's tokens is at home here."""

@@ -12,7 +12,7 @@ import gc
 import logging
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 import msgspec
@@ -83,11 +83,20 @@ class CompletionOutput:
 
 @dataclass(slots=True, kw_only=True)
 class RequestOutput:
-    """A finished request: its prompt ids, prompt logprobs where asked for, and its choices in order."""
+    """A finished request.
+
+    Attributes:
+        prompt_ids: The prompt.
+        prompt_logprobs: One entry per prompt token where asked for.
+        outputs: Its choices in order.
+        num_cached_tokens: Tokens of the prompt whose keys and values were in the prefix cache for choice 0. Results
+            that differ in it alone are equal.
+    """
 
     prompt_ids: tuple[int, ...]
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None
     outputs: list[CompletionOutput]
+    num_cached_tokens: int = field(default=0, compare=False)
 
 
 class LLM:
@@ -248,6 +257,11 @@ class LLM:
         self._start_engine(before)
         raise CapacityError(message)
 
+    def flush_cache(self) -> None:
+        """Forget what the prefix cache holds; no result depends on it. Under torchrun every rank calls it."""
+        if isinstance(self.engine, Engine):
+            self.engine.flush.now()
+
     def default_sampling_params(self) -> SamplingParams:
         """The checkpoint's own temperature, top_p, top_k, min_p and repetition_penalty (``generation_config.json``), as
         over HTTP.
@@ -328,6 +342,7 @@ class LLM:
             )
         except BaseException:
             self.engine.abort_all()  # or what is left would answer requests of the next call
+            self.flush_cache()  # a step that was planned may not have run
             raise
         gathered = self.group.all_gather_bytes(msgspec.msgpack.encode(finished))
         by_id: dict[str, RequestOutput] = {}
@@ -418,6 +433,7 @@ class _Collector:
     def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
         self.request = request
         self.prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+        self.num_cached_tokens = 0
         self.choices = [_Choice(request, i, tokenizer) for i in range(request.params.n)]
 
     @property
@@ -428,6 +444,8 @@ class _Collector:
         """Take an output; True when the choice met a stop string and is to be aborted in the engine."""
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
+        if output.choice_idx == 0:
+            self.num_cached_tokens += output.num_cached_tokens
         return self.choices[output.choice_idx].add(output)
 
     def result(self) -> RequestOutput:
@@ -435,6 +453,7 @@ class _Collector:
             prompt_ids=self.request.prompt_ids,
             prompt_logprobs=self.prompt_logprobs,
             outputs=[choice.result() for choice in self.choices],
+            num_cached_tokens=self.num_cached_tokens,
         )
 
 

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import msgspec
 
+from moe_runtime.engine.kv_events import BlockEvent
 from moe_runtime.engine.request import Request
 from moe_runtime.engine.routed_experts import RoutedExperts
 
@@ -19,6 +20,7 @@ __all__ = [
     "AddRequest",
     "Drain",
     "ExpertLoadReport",
+    "FlushCache",
     "MoveExperts",
     "MoveResult",
     "PlacementReport",
@@ -65,6 +67,7 @@ class SequenceOutput(msgspec.Struct, frozen=True):
         stop_reason: The stop token id that ended it, where one did (None for an end-of-sequence id).
         routed_experts: Where asked for, of the tokens that have run since the output before: of the whole prompt with
             the first output, then of the token before each new one.
+        num_cached_tokens: With the first output, tokens of the prompt whose keys and values were in the prefix cache.
     """
 
     request_id: str
@@ -75,6 +78,7 @@ class SequenceOutput(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
     stop_reason: int | None = None
     routed_experts: RoutedExperts | None = None
+    num_cached_tokens: int = 0
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add"):
@@ -107,6 +111,12 @@ class Drain(msgspec.Struct, frozen=True, tag="drain"):
     epoch: int
     abort: bool = False
     exit_code: int = 0
+
+
+class FlushCache(msgspec.Struct, frozen=True, tag="flush"):
+    """Flush the prefix caches of all ranks (rank 0); each one's ``RankStats.num_cache_flushes`` says when it has."""
+
+    epoch: int
 
 
 class MoveExperts(msgspec.Struct, frozen=True, tag="move"):
@@ -174,13 +184,20 @@ class PlacementReport(msgspec.Struct, frozen=True):
 class RankStats(msgspec.Struct, frozen=True):
     """State of one rank after a step.
 
-    ``num_computed_tokens`` are the rows that ran, those that a preemption made run again included.
+    ``num_computed_tokens`` are the rows that ran, those that a preemption made run again included. Free KV blocks
+    include those that the prefix cache keeps for nobody yet; cached ones are all that can be found again. Queries and
+    hits of the prefix cache count tokens (block_manager.py).
     """
 
     num_running: int = 0
     num_waiting: int = 0
     num_kv_blocks: int = 0
     num_free_kv_blocks: int = 0
+    num_cached_kv_blocks: int = 0
+    num_prefix_cache_queries: int = 0
+    num_prefix_cache_hits: int = 0
+    num_prefix_cache_evictions: int = 0
+    num_cache_flushes: int = 0
     num_preemptions: int = 0
     num_steps: int = 0
     num_prompt_tokens: int = 0
@@ -211,8 +228,9 @@ class ExpertLoadReport(msgspec.Struct, frozen=True):
 class RankReport(msgspec.Struct, frozen=True, tag="report"):
     """Outputs and state of one rank; also its heartbeat, sent at least once a second while idle.
 
-    ``expert_load`` and ``moves`` are those since the report before, ``moves`` the requests that ended.
-    ``rearrangement`` is None where no experts can move. ``placement`` comes from rank 0, when it has changed.
+    ``expert_load`` and ``moves`` are those since the report before, ``moves`` the requests that ended; ``kv_events``
+    are changes of its prefix cache, where asked for. ``rearrangement`` is None where no experts can move.
+    ``placement`` comes from rank 0, when it has changed.
     """
 
     rank: int
@@ -223,9 +241,10 @@ class RankReport(msgspec.Struct, frozen=True, tag="report"):
     rearrangement: RearrangementStats | None = None
     placement: PlacementReport | None = None
     moves: tuple[MoveResult, ...] = ()
+    kv_events: tuple[BlockEvent, ...] = ()
 
 
-RankMessage = AddRequest | AbortRequest | Wake | Drain | MoveExperts
+RankMessage = AddRequest | AbortRequest | Wake | Drain | MoveExperts | FlushCache
 ReportMessage = RankReady | RankReport
 
 _encoder = msgspec.msgpack.Encoder()

@@ -18,6 +18,7 @@ __all__ = [
     "MAX_ALLOWED_TOKEN_IDS",
     "MAX_BAD_WORDS",
     "MAX_BAD_WORD_CHARS",
+    "MAX_CACHE_SALT_CHARS",
     "MAX_CHOICES",
     "MAX_INTEGER",
     "MAX_LOGIT_BIAS",
@@ -49,6 +50,7 @@ MAX_ALLOWED_TOKEN_IDS = 8192
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256
 MAX_LOGIT_BIASES = 1024
+MAX_CACHE_SALT_CHARS = 256
 MAX_LOGIT_BIAS = 100.0
 MAX_PENALTY = 2.0
 REPETITION_PENALTY_RANGE = (0.01, 100.0)
@@ -93,6 +95,9 @@ class SamplingParams:
             either form is banned where the output so far ends with the tokens before it. The same text in other
             tokens is not found.
         allowed_token_ids: Only these ids are chosen; None is all.
+        cache_prompt: Take keys and values of tokens from the prefix cache where they are there, and leave those of this
+            request in it. No result depends on it.
+        cache_salt: Share cached prefixes with requests of the same salt alone; None is a salt of its own.
     """
 
     temperature: float = 1.0
@@ -118,6 +123,8 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = None
     bad_words: tuple[str, ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
+    cache_prompt: bool = True
+    cache_salt: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,9 +215,16 @@ def validate_sampling(params: SamplingParams, limits: RequestLimits) -> None:
         "include_stop_str_in_output",
         "skip_special_tokens",
         "return_routed_experts",
+        "cache_prompt",
     ):
         if not isinstance(getattr(params, name), bool):
             raise _invalid(name, getattr(params, name), "must be true or false")
+    if params.cache_salt is not None:
+        salt = params.cache_salt
+        if not isinstance(salt, str) or not 0 < len(salt) <= MAX_CACHE_SALT_CHARS or not _is_unicode(salt):
+            raise _invalid(
+                "cache_salt", salt, f"must be a string of 1 to {MAX_CACHE_SALT_CHARS} Unicode characters"
+            )
     _strings("stop", params.stop, MAX_STOP_STRINGS, MAX_STOP_STRING_CHARS)
     _list("stop_token_ids", params.stop_token_ids)
     if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
@@ -420,6 +434,11 @@ def _list(name: str, values: object) -> None:
         raise _invalid(name, values, "must be a list")
 
 
+def _is_unicode(text: str) -> bool:
+    """Has UTF-8: no half of a surrogate pair stands alone."""
+    return not any("\ud800" <= char <= "\udfff" for char in text)
+
+
 def _strings(name: str, texts: Sequence[str], max_texts: int, max_chars: int) -> None:
     _list(name, texts)
     if len(texts) > max_texts:
@@ -429,4 +448,4 @@ def _strings(name: str, texts: Sequence[str], max_texts: int, max_chars: int) ->
             raise _invalid(name, text, f"must be strings of 1 to {max_chars} characters")
 
 
-assert len(fields(SamplingParams)) == 23, "a new field of SamplingParams needs its rule in validate_sampling"
+assert len(fields(SamplingParams)) == 25, "a new field of SamplingParams needs its rule in validate_sampling"

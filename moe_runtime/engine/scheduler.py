@@ -2,7 +2,8 @@
 
 Order of service is order of arrival. Decodes come first, then prefill chunks within the token budget. When blocks run
 out the latest arrival gives its blocks back and is recomputed later; the earliest running sequence is never preempted,
-so every request ends. Nothing here can change a bit of any result.
+so every request ends. A sequence begins after what the prefix cache holds of it; what is cached never keeps anything
+from running. Nothing here can change a bit of any result.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from moe_runtime.engine.block_manager import BlockManager
 from moe_runtime.engine.request import Request
 from moe_runtime.engine.sequence import Sequence
 from moe_runtime.engine.sequence_rules import SequenceRules
+from moe_runtime.kernels.attention import BLOCK_SIZE
 
 __all__ = ["ScheduledChunk", "Scheduler", "SchedulerConfig"]
 
@@ -78,8 +80,11 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue all choices of a request."""
         rules = SequenceRules.of(request)
+        digests = None
         for choice_idx in range(request.params.n):
-            self.waiting.append(Sequence(request, choice_idx, self._num_arrivals, rules))
+            sequence = Sequence(request, choice_idx, self._num_arrivals, rules, digests)
+            digests = sequence.digests
+            self.waiting.append(sequence)
             self._num_arrivals += 1
 
     def abort(self, request_id: str, choice_idx: int | None = None) -> None:
@@ -124,6 +129,10 @@ class Scheduler:
             else:
                 chunks[sequence.arrival_idx] = ScheduledChunk(sequence, num_tokens)
                 budget -= num_tokens
+        for chunk in chunks.values():
+            end = chunk.sequence.num_computed_tokens + chunk.num_tokens
+            if end // BLOCK_SIZE > chunk.sequence.num_named_blocks:
+                self._name_blocks(chunk)
         if self.num_preemptions == num_preemptions_before:
             self._admit(chunks, budget)
         return list(chunks.values())
@@ -131,28 +140,45 @@ class Scheduler:
     def _admit(self, chunks: dict[int, ScheduledChunk], budget: int) -> None:
         while self.waiting and budget > 0 and len(self.running) < self.config.max_num_seqs:
             sequence = self.waiting[0]
+            prefix = self.blocks.find_prefix(sequence)
             # Room for all of it, not just this chunk, so that an admitted prefill is seldom preempted at once.
-            if (
-                self.blocks.num_blocks_for(sequence.num_tokens + 1) > self.blocks.num_free_blocks
-                and self.running
-            ):
+            if self.running and not self.blocks.has_room(sequence.num_tokens + 1, prefix):
                 return
-            num_tokens = min(sequence.num_uncomputed_tokens, budget)
-            if not self.blocks.grow(sequence, num_tokens):
+            num_cached_tokens = len(prefix) * BLOCK_SIZE
+            num_tokens = min(sequence.num_tokens - num_cached_tokens, budget)
+            if not self.blocks.admit(sequence, prefix, num_cached_tokens + num_tokens):
                 return
             self.waiting.pop(0)
             insort(self.running, sequence, key=lambda s: s.arrival_idx)
-            chunks[sequence.arrival_idx] = ScheduledChunk(sequence, num_tokens)
+            chunk = chunks[sequence.arrival_idx] = ScheduledChunk(sequence, num_tokens)
+            self._name_blocks(chunk)
             budget -= num_tokens
+
+    def _name_blocks(self, chunk: ScheduledChunk) -> None:
+        """Let what is admitted next find the blocks of a chunk of this very step, as well as all before.
+
+        A step writes every key and value of a layer before any of its rows reads there, and what is planned runs. The
+        decode form of a step alone does both at once, so what it completes is found from the next step on.
+        """
+        num_tokens = chunk.sequence.num_computed_tokens
+        self.blocks.name_blocks(
+            chunk.sequence, num_tokens if chunk.is_decode else num_tokens + chunk.num_tokens
+        )
 
     def _end(self, sequence: Sequence) -> None:
         sequence.is_finished = True
+        self._give_back(sequence)
+
+    def _give_back(self, sequence: Sequence) -> None:
+        """Take the blocks, to be found by what begins alike."""
+        self.blocks.name_blocks(sequence, sequence.num_computed_tokens)
         self.blocks.free(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Give back the blocks; keys and values are recomputed from all tokens so far when it runs again."""
+        """Give back the blocks; when it runs again, keys and values that are not found any more are recomputed from all
+        tokens so far."""
         self.running.remove(sequence)
-        self.blocks.free(sequence)
+        self._give_back(sequence)
         sequence.num_computed_tokens = 0
         insort(self.waiting, sequence, key=lambda s: s.arrival_idx)
         self.num_preemptions += 1

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from moe_runtime.engine.messages import TokenLogprobs
+from moe_runtime.engine.prefix_cache import PrefixDigests
 from moe_runtime.engine.request import Request, choice_seed
 from moe_runtime.engine.routed_experts import RoutedExperts, join_routed_experts
 from moe_runtime.engine.sequence_rules import SequenceRules
+from moe_runtime.kernels.attention import BLOCK_SIZE
 from moe_runtime.kernels.logit_rules import RowRules
 
 __all__ = ["UNKNOWN_TOKEN", "Sequence"]
@@ -21,18 +23,28 @@ class Sequence:
         choice_idx: Which of its choices.
         arrival_idx: Position in the rank's order of arrival, the order of service.
         rules: Of the request, where they have been made for another of its choices; they never change.
+        digests: Of another of its choices, to share the names of the prompt's blocks.
 
     Attributes:
         token_ids: Prompt and output so far; ``UNKNOWN_TOKEN`` where a step under way will put a token.
         num_computed_tokens: Tokens whose keys and values are in the cache.
-        block_ids: KV blocks, in order of position.
+        block_ids: KV blocks, in order of position; full ones may be other sequences' too (block_manager.py).
+        digests: Names of its full blocks.
+        num_named_blocks: Blocks, from the first on, that have been given their names.
+        num_cached_tokens: Tokens that were in the cache when it first ran; None before.
+        cache_era: Flushes of the cache before its blocks were given to it.
         prompt_logprobs: One entry per prompt token already scored; survives preemption.
         num_routed_tokens: Tokens whose experts are known, where they are asked for; survives preemption.
         is_finished: Ended or aborted; results of a step still under way are dropped.
     """
 
     def __init__(
-        self, request: Request, choice_idx: int, arrival_idx: int, rules: SequenceRules | None = None
+        self,
+        request: Request,
+        choice_idx: int,
+        arrival_idx: int,
+        rules: SequenceRules | None = None,
+        digests: PrefixDigests | None = None,
     ) -> None:
         assert request.params.seed is not None, "make_request sets the seed"
         assert request.params.max_tokens is not None, "make_request sets max_tokens"
@@ -46,6 +58,12 @@ class Sequence:
         self.token_ids: list[int] = list(request.prompt_ids)
         self.num_computed_tokens = 0
         self.block_ids: list[int] = []
+        self.digests = PrefixDigests(
+            self.params.cache_salt, BLOCK_SIZE, digests, self.num_prompt_tokens // BLOCK_SIZE
+        )
+        self.num_named_blocks = 0
+        self.num_cached_tokens: int | None = None
+        self.cache_era = 0
         self.prompt_logprobs: list[TokenLogprobs | None] = []
         self.num_routed_tokens = 0
         self._new_routing: list[RoutedExperts] = []
@@ -78,6 +96,19 @@ class Sequence:
     def wants_prompt_logprobs(self) -> bool:
         """The prompt is scored with choice 0 alone: all choices share it."""
         return self.params.prompt_logprobs is not None and self.choice_idx == 0
+
+    @property
+    def num_sparable_tokens(self) -> int:
+        """Tokens, from the first on, of which nothing but keys and values is still wanted: a cache can stand for them.
+
+        The last token is never among them. The token before an unscored one of the prompt scores it.
+        """
+        num_tokens = self.num_tokens - 1
+        if self.wants_prompt_logprobs and len(self.prompt_logprobs) < self.num_prompt_tokens:
+            num_tokens = min(num_tokens, max(len(self.prompt_logprobs) - 1, 0))
+        if self.params.return_routed_experts:
+            num_tokens = min(num_tokens, self.num_routed_tokens)
+        return num_tokens
 
     def add_routing(self, start: int, routed: RoutedExperts) -> None:
         """Take the experts of tokens from position ``start`` on; those known from before a preemption are dropped."""

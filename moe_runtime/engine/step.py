@@ -30,6 +30,7 @@ class StepVector:
         epoch: Latest message epoch it has seen.
         drain: 1 when it has been told to leave once nothing is left.
         move_request: Moves of experts asked for so far, on rank 0.
+        flush_request: Flushes of the prefix cache asked for so far, on rank 0 (engine/cache_flush.py).
         move_stage: How far its thread is with the move of experts under way (engine/expert_mover.py); 0 for none.
     """
 
@@ -40,6 +41,7 @@ class StepVector:
     epoch: int = 0
     drain: int = 0
     move_request: int = 0
+    flush_request: int = 0
     move_stage: int = 0
 
 

@@ -12,6 +12,7 @@ from moe_runtime.server.context import Context
 from moe_runtime.server.errors import install_error_handlers
 from moe_runtime.server.health import health_router
 from moe_runtime.server.info import info_router
+from moe_runtime.server.kv_cache import kv_cache_router
 from moe_runtime.server.load_dump import load_router
 from moe_runtime.server.openapi import install_openapi
 from moe_runtime.server.placement import placement_router
@@ -37,6 +38,7 @@ def create_app(context: Context) -> FastAPI:
         info_router,
         health_router,
         placement_router,
+        kv_cache_router,
         load_router,
         status_router,
     ):

@@ -15,6 +15,7 @@ from moe_runtime.engine.messages import (
     AbortRequest,
     AddRequest,
     Drain,
+    FlushCache,
     MoveExperts,
     MoveResult,
     PlacementReport,
@@ -28,10 +29,13 @@ from moe_runtime.engine.request import Request
 from moe_runtime.eplb.placement_file import placement_from_json
 from moe_runtime.exit_codes import EXIT_OK
 from moe_runtime.server.admission import Admission
+from moe_runtime.server.affinity import PrefixAffinity
+from moe_runtime.server.cache_flushes import CacheFlushes
 from moe_runtime.server.config import ServerConfig
 from moe_runtime.server.errors import ApiError, unavailable
 from moe_runtime.server.expert_load import LoadTally
 from moe_runtime.server.gang_watch import GangWatch
+from moe_runtime.server.kv_event_log import KvEventLog
 from moe_runtime.server.mailbox import Mailbox
 from moe_runtime.server.rank_socket import RankSocket
 
@@ -92,6 +96,7 @@ class EngineClient:
         on_failure: Called once, with the reason, when a rank is lost.
 
     Attributes:
+        kv_events: What the ranks' prefix caches hold; None where nobody is to be told.
         load: What the experts have had to do; None without experts.
         on_slow_step: Called for every step that takes longer than ``slow_step_s``.
         watch: What decides who is lost.
@@ -102,6 +107,13 @@ class EngineClient:
         self.phase = Phase.STARTING
         self.ranks: dict[int, RankState] = {}
         self.admission = Admission(config, self.ranks)
+        self.kv_events = KvEventLog() if config.kv_events else None
+        self._affinity = PrefixAffinity(
+            range(0, config.world_size, config.tp),
+            config.max_num_seqs,
+            config.kv_block_size if config.prefix_cache else None,
+        )
+        self._flushes = CacheFlushes()
         self.load: LoadTally | None = None
         if config.expert_placement is not None:
             self.load = LoadTally(
@@ -180,7 +192,8 @@ class EngineClient:
         return error
 
     def submit(self, request: Request, mailbox: Mailbox, request_idx: int) -> None:
-        """Start ``request`` on the least loaded group of ranks; its outputs go to ``mailbox`` under ``request_idx``.
+        """Start ``request`` on a group of ranks (server/affinity.py); its outputs go to ``mailbox`` under
+        ``request_idx``.
 
         Raises:
             ApiError: no request can be taken now.
@@ -188,8 +201,9 @@ class EngineClient:
         error = self.unavailable_error()
         if error is not None:
             raise error
-        first_ranks = range(0, self._config.world_size, self._config.tp)
-        rank = min(first_ranks, key=lambda r: (self.ranks[r].num_sequences, self.ranks[r].num_tokens, r))
+        rank = self._affinity.choose(
+            request, lambda r: (self.ranks[r].num_sequences, self.ranks[r].num_tokens)
+        )
         choices = set(range(request.params.n))
         entry = _OpenRequest(
             request=request,
@@ -237,6 +251,20 @@ class EngineClient:
         finally:
             del self._moves[number]
 
+    async def flush_cache(self) -> None:
+        """Empty the prefix caches of all ranks, and wait until they are. A caller that leaves does not end the flush.
+
+        Raises:
+            ApiError: no ranks are there, or one is lost meanwhile.
+        """
+        error = self.unavailable_error()
+        if error is not None:
+            raise error
+        self._affinity.clear()
+        flushed = self._flushes.start()
+        self._socket.send_round(0, lambda epoch: FlushCache(epoch=epoch))
+        await flushed
+
     def abort(self, request_id: str, choice_idx: int | None = None) -> None:
         """Forget a request or one of its choices; nothing happens where it has ended already."""
         entry = self._open.get(request_id)
@@ -260,6 +288,7 @@ class EngineClient:
     def drain(self, *, abort: bool, exit_code: int = EXIT_OK) -> None:
         """Tell all ranks to leave together; ``abort`` drops what they still run, they exit with ``exit_code``."""
         self.phase = Phase.DRAINED
+        self._end_waits(unavailable("the server is shutting down", code="draining"))
         self.watch.stand_down()
         self._socket.send_round_to_all(lambda epoch: Drain(epoch=epoch, abort=abort, exit_code=exit_code))
         self._drain_message = Drain(epoch=self._socket.epoch, abort=abort, exit_code=exit_code)
@@ -275,7 +304,14 @@ class EngineClient:
         for move in self._moves.values():
             if not move.done():
                 move.set_exception(unavailable(reason, code="engine_dead"))
+        self._end_waits(unavailable(reason, code="engine_dead"))
         self._on_failure(reason)
+
+    def _end_waits(self, error: ApiError) -> None:
+        """For what is no request."""
+        self._flushes.fail(error)
+        if self.kv_events is not None:
+            self.kv_events.close()
 
     def _suspect(self, reason: str) -> None:
         """Take no more requests; what is open waits for the verdict."""
@@ -301,6 +337,11 @@ class EngineClient:
         if self.load is not None:
             self.load.take(message.rank, message.expert_load)
         state.rearrangement = message.rearrangement
+        if self.kv_events is not None:
+            self.kv_events.add(message.rank, message.kv_events)
+        self._flushes.advance(
+            s.stats.num_cache_flushes for r, s in self.ranks.items() if r % self._config.tp == 0
+        )
         if message.placement is not None:
             self.placement = message.placement
             if self.load is not None:

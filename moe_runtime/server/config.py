@@ -42,6 +42,9 @@ class ServerConfig:
         max_queued_tokens: Most prompt tokens of sequences without output while some wait.
         max_unread_bytes: Most bytes of outputs, about, that wait for a stream's client to read.
         reader_timeout_s: Longest time in which a client takes none of the bytes that wait for it.
+        prefix_cache: Whether ranks have prefix caches: then a request goes where its prefix likely is.
+        kv_block_size: Tokens of a KV block.
+        kv_events: Whether ranks report what their prefix caches hold, for ``/kv_events``.
         read_timeout_s: Longest time from the first byte of a request to its last.
         max_body_bytes: Largest request body.
     """
@@ -71,6 +74,9 @@ class ServerConfig:
     max_queued_tokens: int = 4 * 2**20
     max_unread_bytes: int = 4 * 2**20
     reader_timeout_s: float = 60.0
+    prefix_cache: bool = True
+    kv_block_size: int = 64
+    kv_events: bool = False
     read_timeout_s: float = 60.0
     max_body_bytes: int = 8 * 2**20
 
@@ -96,7 +102,7 @@ class ServerConfig:
             raise ValueError(f"request_timeout_s ({self.request_timeout_s}) must be positive")
         if self.reader_timeout_s <= 0:
             raise ValueError(f"reader_timeout_s ({self.reader_timeout_s}) must be positive")
-        for name in ("max_body_bytes", "max_num_seqs", "max_unread_bytes"):
+        for name in ("max_body_bytes", "max_num_seqs", "max_unread_bytes", "kv_block_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} ({getattr(self, name)}) must be at least 1")
         for name in ("max_queued_seqs", "max_queued_tokens"):

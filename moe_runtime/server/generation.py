@@ -79,6 +79,7 @@ class Generation:
         self._held: dict[int, list[ChoiceUpdate]] = {
             i: [] for i, request in enumerate(requests) if request.params.prompt_logprobs is not None
         }
+        self._num_cached_tokens = 0
         self._prompts_to_count = set(range(len(requests)))
         self._num_unfinished = len(self._choices)
 
@@ -109,6 +110,11 @@ class Generation:
     def num_prompt_tokens(self) -> int:
         """Tokens of all prompts."""
         return sum(len(request.prompt_ids) for request in self._requests)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Those of them that the prefix cache spared computing, as far as is known; each prompt's for its choice 0."""
+        return self._num_cached_tokens
 
     @property
     def num_completion_tokens(self) -> int:
@@ -187,6 +193,8 @@ class Generation:
             self._client.abort(self._requests[update.request_idx].request_id, update.choice_idx)
         is_first, choice.is_started = not choice.is_started, True
         choice.num_tokens += delta.num_tokens
+        if update.choice_idx == 0:
+            self._num_cached_tokens += update.num_cached_tokens
         choice.routed_experts.extend(update.routed_experts)
         self._count(choice, update, delta.num_tokens, finish_reason)
         if finish_reason is not None:

@@ -41,6 +41,7 @@ class ChoiceUpdate:
     finish_reason: str | None = None
     stop_reason: int | None = None
     routed_experts: list[RoutedExperts] = field(default_factory=list)
+    num_cached_tokens: int = 0
     arrivals_s: list[float] = field(default_factory=list)
     last_arrival_s: float = 0.0
 
@@ -87,6 +88,7 @@ class Mailbox:
             update.prompt_logprobs = output.prompt_logprobs
         if output.routed_experts is not None:
             update.routed_experts.append(output.routed_experts)
+        update.num_cached_tokens += output.num_cached_tokens
         if output.finish_reason is not None:
             update.finish_reason = output.finish_reason
             update.stop_reason = output.stop_reason

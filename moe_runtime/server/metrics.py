@@ -219,6 +219,26 @@ class _StateCollector(Collector):
             "Share of KV blocks in use, from 0 to 1",
             {r: _kv_usage(s) for r, s in scheduling.items()},
         )
+        yield _gauge(
+            "prefix_cache_blocks",
+            "KV blocks that the prefix cache can find",
+            {r: s.num_cached_kv_blocks for r, s in scheduling.items()},
+        )
+        yield _counter(
+            "prefix_cache_queries",
+            "Tokens looked up in the prefix cache",
+            {r: s.num_prefix_cache_queries for r, s in scheduling.items()},
+        )
+        yield _counter(
+            "prefix_cache_hits",
+            "Tokens found in the prefix cache",
+            {r: s.num_prefix_cache_hits for r, s in scheduling.items()},
+        )
+        yield _counter(
+            "prefix_cache_evictions",
+            "KV blocks that the prefix cache gave up for room",
+            {r: s.num_prefix_cache_evictions for r, s in scheduling.items()},
+        )
         yield _counter(
             "num_preemptions",
             "Sequences that gave their KV blocks back to be recomputed",

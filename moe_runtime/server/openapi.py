@@ -173,6 +173,7 @@ def _add_limits(properties: dict[str, Any], limits: RequestLimits, model_name: s
         "allowed_token_ids": {
             "array": {"items": token_id, "minItems": 1, "maxItems": engine_request.MAX_ALLOWED_TOKEN_IDS}
         },
+        "cache_salt": {"string": {"minLength": 1, "maxLength": engine_request.MAX_CACHE_SALT_CHARS}},
         "tokens": {"array": {"items": token_id}},
         "messages": {"array": {"minItems": 1}},
     }

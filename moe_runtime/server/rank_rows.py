@@ -54,6 +54,7 @@ def _known(state: RankState) -> dict[str, Any]:
         "num_waiting": stats.num_waiting,
         "kv_blocks_used": stats.num_kv_blocks - stats.num_free_kv_blocks,
         "kv_blocks": stats.num_kv_blocks,
+        "kv_blocks_cached": stats.num_cached_kv_blocks,
         "num_computed_tokens": stats.num_computed_tokens,
         "num_steps": stats.num_steps,
         "last_step_ms": round(stats.last_step_ms, 3),

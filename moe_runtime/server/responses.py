@@ -26,6 +26,7 @@ __all__ = [
     "DetokenizeResponse",
     "ErrorDetail",
     "ErrorResponse",
+    "FlushResponse",
     "HealthResponse",
     "Model",
     "ModelList",
@@ -227,6 +228,12 @@ class HealthResponse(_Answer):
     status: str
 
 
+class FlushResponse(_Answer):
+    """All ranks have emptied their prefix caches."""
+
+    status: Literal["flushed"]
+
+
 class VersionResponse(_Answer):
     """The program's version."""
 
@@ -252,6 +259,7 @@ ANSWERS: Mapping[str, type[BaseModel]] = {
     "/v1/models/{model}": Model,
     "/tokenize": TokenizeResponse,
     "/detokenize": DetokenizeResponse,
+    "/flush_cache": FlushResponse,
     "/health": HealthResponse,
     "/health/live": HealthResponse,
     "/health/ready": HealthResponse,

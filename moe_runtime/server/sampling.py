@@ -57,6 +57,8 @@ def sampling_params(
         logit_bias=body.logit_bias,
         bad_words=tuple(body.bad_words or ()),
         allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
+        cache_prompt=body.cache_prompt is not False,
+        cache_salt=body.cache_salt,
     )
 
 

@@ -193,6 +193,8 @@ class GenerationBody(_Body):
     logit_bias: _LogitBiasField = None
     bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
     allowed_token_ids: _TokenIds | None = None
+    cache_prompt: bool | None = None
+    cache_salt: str | None = None
     return_token_ids: bool | None = None
     return_routed_experts: bool | None = None
     stream: bool | None = None

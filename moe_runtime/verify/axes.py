@@ -9,7 +9,7 @@ run on one deployment, so both levels promise these axes. What ``topology`` runs
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from moe_runtime.eplb.placement import ModelPlacement
@@ -24,6 +24,7 @@ from moe_runtime.verify.topologies import Topology
 __all__ = [
     "AXES",
     "BUCKET_EDGES",
+    "CACHE_ABSENT",
     "GRAPHS_ABSENT",
     "NUM_ALONE",
     "PLACEMENT_ABSENT",
@@ -43,6 +44,7 @@ BUCKET_EDGES = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 25
 FEWEST_STEP_TOKENS = 15
 BUCKET_OUTPUT_TOKENS = 3
 SHORT_OUTPUT_TOKENS = 8
+CACHE_ABSENT = "not applicable: the engine has no prefix cache, or no room for a prompt with a full block"
 GRAPHS_ABSENT = "not applicable: this device or transport has no graphs"
 TOPOLOGIES_ABSENT = "not applicable: level batch promises one deployment, which has no other transport here"
 PLACEMENT_ABSENT = (
@@ -75,6 +77,7 @@ class AxisSetup:
         block_size: Tokens of a KV block.
         max_num_seqs: Most sequences that one of them runs at once.
         enforce_eager: Whether the engine started without graphs; None on a device that has none.
+        prefix_cache: Whether the engines have a prefix cache.
         captures: Whether the deployment of the check can have graphs.
         num_alone: Cases that run by themselves, where not all do.
         overlap: Whether the engine started with overlap; None where it cannot overlap.
@@ -94,6 +97,7 @@ class AxisSetup:
     captures: bool = True
     num_alone: int = NUM_ALONE
     overlap: bool | None = False
+    prefix_cache: bool = True
     full: bool = False
     topologies: Sequence[Topology] = ()
     placement: ModelPlacement | None = None
@@ -120,12 +124,14 @@ class Axis:
         verdict: What it proves.
         make_runs: Its batches.
         needs_preemption: It proves nothing where no request was preempted.
+        needs_hits: It proves nothing where no token was found in a prefix cache.
         absent: Why it makes no batches, where it may have none to make.
     """
 
     verdict: Verdict
     make_runs: Callable[[AxisSetup], list[Run]]
     needs_preemption: bool = False
+    needs_hits: bool = False
     absent: str | None = None
 
 
@@ -194,6 +200,64 @@ def _preempt(setup: AxisSetup) -> list[Run]:
             kv_cache_blocks=kv_cache_blocks,
         )
     ]
+
+
+def _radix_cache(setup: AxisSetup) -> list[Run]:
+    """Prompts with common beginnings: computed whole, then shared in one batch, found by a later one, by some that
+    arrive now and then on any engine, by two tenants and some that opt out, in chunks, and while blocks are evicted
+    and requests preempted for want of room.
+    """
+    source, cases = setup.source, setup.short(setup.source.cached_cases(setup.block_size))
+    if not setup.prefix_cache or max(len(case.prompt_ids) for case in cases) <= setup.block_size:
+        return []
+    some = cases if setup.full else cases[::2]
+    runs = [
+        Run(name="computed", cases=cases),
+        Run(name="cold", cases=cases, prefix_cache="cold"),
+        Run(name="warm", cases=source.shuffle("warm", cases), prefix_cache="warm"),
+        Run(
+            name="flushed, random arrival",
+            cases=cases,
+            ranks=source.integers("cached ranks", len(cases), setup.num_engines),
+            arrival_steps=source.integers("cached arrival", len(cases), NUM_ARRIVAL_STEPS),
+            prefix_cache="cold",
+        ),
+        Run(
+            name="two tenants",
+            cases=source.shuffle(
+                "tenants",
+                [
+                    *(case.salted("a") for case in cases),
+                    *(case.salted("b") for case in some),
+                    *(case.uncached() for case in some[::2]),
+                    *some[1::2],
+                ],
+            ),
+            prefix_cache="warm",
+        ),
+        Run(
+            name=f"chunks of {setup.block_size + 1} tokens",
+            cases=cases,
+            max_num_seqs=min(len(cases), setup.block_size),
+            max_num_batched_tokens=setup.block_size + 1,
+            prefix_cache="cold",
+        ),
+    ]
+    # Room for the longest and little more: every other one evicts what it does not share.
+    tight = max(map(setup.end_blocks, cases)) + 1
+    crowd = [*cases, *(case.salted("a") for case in some[::2])]
+    for i in range(2):
+        runs.append(
+            Run(
+                name=f"{tight} KV blocks a rank, {'cold' if i == 0 else 'then warm'}",
+                cases=source.shuffle(f"crowd {i}", crowd),
+                max_num_seqs=len(crowd),
+                max_num_batched_tokens=4 * setup.block_size + len(crowd),
+                kv_cache_blocks=tight,
+                prefix_cache="cold" if i == 0 else "warm",
+            )
+        )
+    return runs + [replace(run, name=f"{run.name}, cached", prefix_cache="cold") for run in _preempt(setup)]
 
 
 def _forced(setup: AxisSetup) -> list[Run]:
@@ -337,6 +401,7 @@ AXES: dict[str, Axis] = {
     "preempt": Axis(Verdict.SCHEDULE, _preempt, needs_preemption=True),
     "preemption": Axis(Verdict.SCHEDULE, preemption_runs, needs_preemption=True),
     "overlap": Axis(Verdict.SCHEDULE, overlap_runs, absent=OVERLAP_ABSENT),
+    "radix_cache": Axis(Verdict.SCHEDULE, _radix_cache, needs_hits=True, absent=CACHE_ABSENT),
     "forced": Axis(Verdict.SCHEDULE, _forced),
     "scored": Axis(Verdict.SCHEDULE, _scored),
     "buckets": Axis(Verdict.SCHEDULE, _buckets),

@@ -88,6 +88,7 @@ def check(
             num_engines=llm.num_engines,
             block_size=BLOCK_SIZE,
             max_num_seqs=llm.config.max_num_seqs,
+            prefix_cache=llm.config.prefix_cache,
             enforce_eager=llm.config.enforce_eager if llm.model.plan.device.type == "cuda" else None,
             num_alone=config.num_alone,
             full=config.full,
@@ -134,6 +135,7 @@ def _check_axis(runner: Runner, name: str, setup: AxisSetup, progress: ProgressF
     found = AxisResult(name=name, verdict=axis.verdict)
     found.num_runs = sum(result.not_run is None for result in results)
     found.num_preemptions = sum(result.num_preemptions for result in results)
+    found.num_cached_tokens = sum(result.num_cached_tokens for result in results)
     expected = dict(setup.reference)
     distinct: set[tuple[str, int, bytes]] = set()
     bad_run: tuple[Run, RunResult] | None = None
@@ -168,6 +170,8 @@ def _check_axis(runner: Runner, name: str, setup: AxisSetup, progress: ProgressF
         found.proves_nothing = "no request ran twice: this proves nothing"
     elif axis.needs_preemption and found.num_preemptions == 0:
         found.proves_nothing = "no request was preempted: this proves nothing"
+    elif axis.needs_hits and found.num_cached_tokens == 0:
+        found.proves_nothing = "no token was found in a cache: this proves nothing"
     if bad_run is not None:
         forced = _with_forced_tokens(runner, name, *bad_run, expected, progress)
         for case, output in zip(bad_run[0].cases, forced, strict=True):

@@ -14,6 +14,7 @@ NUM_TOP_LOGPROBS = 5
 MIXED_NUM_SHORT = 8
 MIXED_NUM_LONG = 4
 BUCKET_PROMPT_TOKENS = 3
+CACHED_TAIL_TOKENS = 20
 PREFIX_EDGES = (1, 63, 64, 65, 128, 255, 256, 257)
 
 
@@ -44,7 +45,9 @@ class Case:
         return self.num_scored > 0 or self.params.forced_token_ids is not None
 
     def shortened(self, max_tokens: int) -> Case:
-        """The same request with at most ``max_tokens`` tokens of output."""
+        """The same request with at most ``max_tokens`` tokens of output; one that is scored stays as it is."""
+        if self.num_scored:
+            return self
         return replace(
             self,
             params=replace(self.params, max_tokens=min(max_tokens, self.params.max_tokens or max_tokens)),
@@ -61,8 +64,18 @@ class Case:
         )
         return replace(self, name=f"{self.name} ruled", params=params)
 
+    def salted(self, salt: str) -> Case:
+        """The same request of another tenant of the prefix cache."""
+        return replace(self, params=replace(self.params, cache_salt=salt))
+
+    def uncached(self) -> Case:
+        """The same request with all of it computed, and nothing left for others."""
+        return replace(self, params=replace(self.params, cache_prompt=False))
+
     def forced(self, token_ids: Sequence[int]) -> Case:
-        """The same request made to output ``token_ids``."""
+        """The same request made to output ``token_ids``; one that is scored stays as it is."""
+        if self.num_scored:
+            return self
         params = replace(self.params, max_tokens=len(token_ids), forced_token_ids=tuple(token_ids))
         return replace(self, params=params)
 
@@ -131,6 +144,36 @@ class PromptSource:
         return [
             self._variants(f"prefix of {length}", text[:length])[i % 2]
             for i, length in enumerate(sorted(lengths))
+        ]
+
+    def cached_cases(self, block_size: int) -> list[Case]:
+        """Prompts that begin alike, one token less than some blocks, as many and one more: by themselves, before
+        different ends, and scored; and some of as many tokens that begin otherwise.
+
+        Args:
+            block_size: Tokens of a KV block.
+        """
+        rng = self._rng("cached")
+        texts = [self._ids(rng, self._clip(4 * block_size + 2)) for _ in range(2)]
+        edges = [blocks * block_size + by for blocks in (1, 2, 4) for by in (-1, 0, 1)]
+        edges = [length for length in edges if length < len(texts[0])] or [len(texts[0])]
+        middle = edges[3:6] or edges[-1:]
+        prompts = [(f"cached {length}", texts[0][:length]) for length in edges]
+        prompts += [(f"other cached {length}", texts[1][:length]) for length in (edges[-1], edges[0])]
+        tail = self._clip(len(texts[0]) + CACHED_TAIL_TOKENS) - len(texts[0])
+        prompts += [
+            (f"cached {length} and on", texts[0][:length] + self._ids(rng, tail)) for length in middle
+        ]
+        cases = [self._variants(name, prompt_ids)[i % 2] for i, (name, prompt_ids) in enumerate(prompts)]
+        scored = [case for case in cases if 1 < len(case.prompt_ids) in middle and "on" not in case.name]
+        return [
+            *cases,
+            *(
+                replace(case, name=f"{case.name}, scored", prompt_ids=case.prompt_ids[:1]).scored(
+                    case.prompt_ids[1:]
+                )
+                for case in scored
+            ),
         ]
 
     def bucket_cases(self, count: int) -> list[Case]:

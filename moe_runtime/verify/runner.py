@@ -46,6 +46,8 @@ class Run:
         moves: Moves of experts by step, as for ``LLM.generate``.
         copies: Which copy of an expert a row takes. Graphs keep the rule of their capture.
         disturbances: Preemptions and aborts; outputs of aborted cases are as long as they were.
+        prefix_cache: ``off``: all of every request is computed. ``cold``: they share what they have in common, from
+            empty caches on. ``warm``: also with earlier runs, if these had the same limits.
         topology: Deployment to load for it; by default the one that the check started on. Where each rank is alone it
             runs its share of the cases, and ``ranks`` and ``arrival_steps`` are None.
     """
@@ -62,6 +64,7 @@ class Run:
     moves: Mapping[int, ModelPlacement | None] = field(default_factory=dict)
     copies: CopyChoice = CopyChoice.SPREAD
     disturbances: PlannedDisturbances | None = None
+    prefix_cache: Literal["off", "cold", "warm"] = "off"
     topology: Topology | None = None
 
     def __post_init__(self) -> None:
@@ -78,6 +81,8 @@ class RunResult:
     Attributes:
         outputs: In the order of the cases; the same on every rank.
         num_preemptions: Over all ranks.
+        num_evictions: Blocks that prefix caches gave up, over all ranks.
+        num_cached_tokens: Tokens that prefix caches spared computing.
         wall_s: On this rank, with loading.
         not_run: Why the deployment cannot be here, where so; there are no outputs then.
     """
@@ -85,6 +90,8 @@ class RunResult:
     outputs: list[Output]
     num_preemptions: int
     wall_s: float
+    num_evictions: int = 0
+    num_cached_tokens: int = 0
     not_run: str | None = None
 
 
@@ -151,7 +158,11 @@ class Runner:
         llm, group = deployed.llm, self.llm.group
         is_alone = run.topology is not None and run.topology.ranks == "alone"
         cases = run.cases[group.rank :: group.size] if is_alone else run.cases
-        num_preemptions_before = llm.engine.stats().num_preemptions
+        if run.prefix_cache == "off":
+            cases = [case.uncached() for case in cases]
+        elif run.prefix_cache == "cold":
+            llm.flush_cache()
+        before = llm.engine.stats()
         results = llm.generate(
             [case.prompt_ids for case in cases],
             [case.params for case in cases],
@@ -161,13 +172,20 @@ class Runner:
             disturbances=run.disturbances,
             on_finished=on_finished,
         )
-        num_preemptions = llm.engine.stats().num_preemptions - num_preemptions_before
+        after = llm.engine.stats()
+        counts = [
+            after.num_preemptions - before.num_preemptions,
+            after.num_prefix_cache_evictions - before.num_prefix_cache_evictions,
+        ]
         outputs = [_output(case, result) for case, result in zip(cases, results, strict=True)]
         if is_alone:
             outputs = _gather_shares(outputs, len(run.cases), group)
+        num_preemptions, num_evictions = group.all_gather(torch.tensor(counts)).sum(dim=0).tolist()
         return RunResult(
             outputs=outputs,
-            num_preemptions=int(group.all_gather(torch.tensor([num_preemptions])).sum()),
+            num_preemptions=num_preemptions,
+            num_evictions=num_evictions,
+            num_cached_tokens=sum(result.num_cached_tokens for result in results),
             wall_s=time.perf_counter() - start_s,
         )
 

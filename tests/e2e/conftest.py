@@ -12,5 +12,6 @@ from tests.servers import RunningServer, running_server
 @pytest.fixture(scope="session")
 def server() -> Iterator[RunningServer]:
     """Two ranks, the built-in model; used from the xdist group ``servers`` alone."""
-    with running_server(2, "--max-num-batched-tokens", "128", "--max-num-seqs", "32") as running:
+    flags = ("--max-num-batched-tokens", "128", "--max-num-seqs", "32", "--kv-events")
+    with running_server(2, *flags) as running:
         yield running

@@ -106,3 +106,17 @@ def test_all_ranks_leave_with_code_4(model: str) -> None:
         "4",
         "4",
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "tp"), [(8, 1), (4, 2)])
+def test_prefixes_from_the_caches_of_many_ranks_change_nothing(
+    model: str, tmp_path: Path, world_size: int, tp: int
+) -> None:
+    file = tmp_path / "many.json"
+    flags = ["--num-prompts", "16", "--max-tokens", "8", "--axes", "radix_cache", "--tp", str(tp)]
+    done = torchrun(world_size, "--model", model, *flags, "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    (axis,) = json.loads(file.read_text())["axes"]
+    assert axis["passed"]
+    assert axis["num_cached_tokens"] > 1000

@@ -17,7 +17,10 @@ load_probes = load_benchmark_module("load_probes")
 load_storm = load_benchmark_module("load_storm")
 
 # Of hundreds of steps: a report of the ranks comes while one of them is under way.
-PROMPTS = {"prompt": [f"{i} what news from the north, my lord? " + "what news? " * 200 for i in range(16)]}
+PROMPTS = {
+    "prompt": [f"{i} what news from the north, my lord? " + "what news? " * 200 for i in range(16)],
+    "cache_prompt": False,
+}
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,13 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
+from moe_runtime.engine.kv_events import BlockEvent, BlocksCleared, BlockStored
 from moe_runtime.engine.llm import LLM
 from moe_runtime.engine.messages import (
     AbortRequest,
     AddRequest,
     Drain,
+    FlushCache,
     MoveExperts,
     MoveResult,
     PlacementReport,
@@ -55,7 +57,7 @@ class PlayedFrontEnd:
         assert self.socket.poll(20_000), "no message from the rank"
         return decode_report(self.socket.recv_multipart()[1])
 
-    def send(self, message: AddRequest | AbortRequest | Wake | Drain | MoveExperts) -> None:
+    def send(self, message: AddRequest | AbortRequest | Wake | Drain | MoveExperts | FlushCache) -> None:
         self.socket.send_multipart([b"rank-0", encode(message)])
 
     def outputs_until_idle(self) -> list[SequenceOutput]:
@@ -139,6 +141,30 @@ def test_drain_with_abort_drops_what_runs(played: PlayedFrontEnd) -> None:
     assert not played.thread.is_alive()
     assert played.service.exit_code == 143
     assert played.llm.engine.scheduler.num_unfinished == 0
+
+
+def test_a_flush_is_reported_at_once_and_block_events_follow(played: PlayedFrontEnd) -> None:
+    played.receive()
+    played.llm.engine.report_kv_events()
+    prompt = [5] * 130
+    params = SamplingParams(max_tokens=1, seed=1)
+    played.send(AddRequest(1, make_request("a", prompt, params, played.llm.limits)))
+    events: list[BlockEvent] = []
+
+    def report() -> RankReport:
+        found = played.receive()
+        assert isinstance(found, RankReport)
+        events.extend(found.kv_events)
+        return found
+
+    while not report().outputs:
+        pass
+    played.send(FlushCache(2))
+    while not (last := report()).stats.num_cache_flushes:
+        pass
+    assert [type(event) for event in events] == [BlockStored, BlockStored, BlocksCleared]
+    assert (last.stats.num_cached_kv_blocks, last.epoch) == (0, 2)
+    assert last.stats.num_steps == 1, "a flush runs no step"
 
 
 def test_a_move_is_answered_and_shown() -> None:

@@ -11,6 +11,7 @@ from moe_runtime.engine.request import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
+    MAX_CACHE_SALT_CHARS,
     MAX_CHOICES,
     MAX_LOGIT_BIASES,
     MAX_LOGPROBS,
@@ -62,6 +63,7 @@ GOOD = [
     {"bad_words": ("a", "b" * MAX_BAD_WORD_CHARS)},
     {"allowed_token_ids": (0, 99, 0)},
     {"allowed_token_ids": tuple(range(100))},
+    {"cache_salt": "\U0001f9c2" * MAX_CACHE_SALT_CHARS, "cache_prompt": False},
 ]
 BAD = [
     *[
@@ -96,6 +98,8 @@ BAD = [
     ("bad_words", ("x",) * (MAX_BAD_WORDS + 1)),
     *[("allowed_token_ids", value) for value in ((), (100,), (-1,), "ab", 3, (True,))],
     ("allowed_token_ids", (1,) * (MAX_ALLOWED_TOKEN_IDS + 1)),
+    *[("cache_prompt", value) for value in (1, "true", None)],
+    *[("cache_salt", value) for value in ("", "x" * (MAX_CACHE_SALT_CHARS + 1), 5, b"x", "\ud800")],
 ]
 
 

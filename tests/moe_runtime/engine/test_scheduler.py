@@ -51,9 +51,9 @@ def run_step(scheduler: Scheduler) -> list[ScheduledChunk]:
 
 
 def check_state(scheduler: Scheduler) -> None:
-    owned = [block for s in scheduler.running for block in s.block_ids]
-    assert len(owned) == len(set(owned)), "a block has one owner"
-    assert len(owned) + scheduler.blocks.num_free_blocks == scheduler.blocks.num_blocks, "none is lost"
+    held = {block for s in scheduler.running for block in s.block_ids}
+    assert all(len(set(s.block_ids)) == len(s.block_ids) for s in scheduler.running)
+    assert len(held) + scheduler.blocks.num_free_blocks == scheduler.blocks.num_blocks, "none is lost"
     assert not any(s.block_ids or s.num_computed_tokens for s in scheduler.waiting)
     assert len(scheduler.running) <= scheduler.config.max_num_seqs
     order = [s.arrival_idx for s in (*scheduler.running, *scheduler.waiting)]

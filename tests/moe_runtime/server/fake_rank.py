@@ -11,15 +11,18 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import tokenizers
 import zmq
 from tokenizers import decoders, models, pre_tokenizers
 
+from moe_runtime.engine.kv_events import BlockEvent
 from moe_runtime.engine.messages import (
     AbortRequest,
     AddRequest,
     Drain,
     ExpertLoadReport,
+    FlushCache,
     MoveExperts,
     MoveResult,
     RankMessage,
@@ -135,6 +138,11 @@ class Sequence:
     request: Request
     choice_idx: int
     num_sent: int = 0
+    num_steps: int = 0
+
+    def is_started(self) -> bool:
+        """Whether the output that was made last is not the first."""
+        return self.num_steps > 1
 
     @functools.cached_property
     def output(self) -> tuple[list[int], str, int | None]:
@@ -143,6 +151,7 @@ class Sequence:
 
     def step(self, num_tokens: int) -> SequenceOutput:
         """The next output."""
+        self.num_steps += 1
         params = self.request.params
         ids, finish_reason, stop_reason = self.output
         start, end = self.num_sent, min(len(ids), self.num_sent + num_tokens)
@@ -213,6 +222,9 @@ class FakeRanks(threading.Thread):
         self.hold = threading.Event()
         self.tokens_per_step = tokens_per_step
         self.step_s = step_s
+        self.num_cached_tokens = 0
+        self.num_flushes = 0
+        self.kv_events: tuple[BlockEvent, ...] = ()
         self.move_outcome: tuple[str, str] | None = ("succeeded", "")
         self._endpoint = endpoint
         self._watch_endpoint = watch_endpoint
@@ -289,17 +301,43 @@ class FakeRanks(threading.Thread):
             self._take(rank, decode_rank_message(rank.socket.recv()))
         outputs = []
         if not self.hold.is_set():
-            outputs = [sequence.step(self.tokens_per_step) for sequence in rank.sequences]
+            outputs = [
+                msgspec.structs.replace(
+                    sequence.step(self.tokens_per_step),
+                    num_cached_tokens=0 if sequence.is_started() else self.num_cached_tokens,
+                )
+                for sequence in rank.sequences
+            ]
             ended = {(o.request_id, o.choice_idx) for o in outputs if o.finish_reason is not None}
             rank.sequences = [s for s in rank.sequences if (s.request.request_id, s.choice_idx) not in ended]
         now = time.monotonic()
         if outputs or rank.moves or (now - rank.last_report > 0.1 and not rank.is_silent):
             rank.last_report = now
             epoch = rank.epochs[-1] if rank.received else 0
-            stats = RankStats(num_running=len(rank.sequences), num_kv_blocks=128, num_free_kv_blocks=128)
+            stats = RankStats(
+                num_running=len(rank.sequences),
+                num_kv_blocks=128,
+                num_free_kv_blocks=128,
+                num_cache_flushes=self.num_flushes,
+            )
             moves, rank.moves = tuple(rank.moves), []
             loads, rank.expert_load = rank.expert_load, ()
-            rank.socket.send(encode(RankReport(rank.rank, epoch, tuple(outputs), stats, loads, moves=moves)))
+            events = ()
+            if rank.rank == 0:
+                events, self.kv_events = self.kv_events, ()
+            rank.socket.send(
+                encode(
+                    RankReport(
+                        rank.rank,
+                        epoch,
+                        tuple(outputs),
+                        stats,
+                        loads,
+                        moves=moves,
+                        kv_events=events,
+                    )
+                )
+            )
             if rank.watch is not None and not rank.is_silent:
                 process = ProcessId(pid=1000 + rank.rank, start_ticks=0, host="elsewhere")
                 rank.watch.send(encode_watch_message(Pulse(rank=rank.rank, process=process)))
@@ -315,6 +353,8 @@ class FakeRanks(threading.Thread):
                 if s.request.request_id != message.request_id
                 or message.choice_idx not in (None, s.choice_idx)
             ]
+        elif isinstance(message, FlushCache):
+            self.num_flushes += 1
         elif isinstance(message, MoveExperts) and self.move_outcome is not None:
             rank.moves.append(MoveResult(message.request_id, *self.move_outcome))
         elif isinstance(message, Drain):

@@ -47,7 +47,12 @@ def test_a_follower_runs_what_its_group_s_first_rank_runs(make_config):
 
 def test_rows_hold_every_rank(make_config):
     stats = RankStats(
-        num_running=2, num_waiting=3, num_kv_blocks=10, num_free_kv_blocks=4, num_computed_tokens=99
+        num_running=2,
+        num_waiting=3,
+        num_kv_blocks=10,
+        num_free_kv_blocks=4,
+        num_cached_kv_blocks=5,
+        num_computed_tokens=99,
     )
     [absent, present] = rank_rows(make_config(), client({1: state(stats=stats)}))
     assert absent == {"rank": 0, "phase": "starting", "tp_rank": 0, "pid": None}
@@ -59,6 +64,7 @@ def test_rows_hold_every_rank(make_config):
         "num_waiting": 3,
     }
     assert (present["kv_blocks_used"], present["kv_blocks"], present["num_computed_tokens"]) == (6, 10, 99)
+    assert present["kv_blocks_cached"] == 5
 
 
 def test_a_rank_that_has_gone_is_shown_until_the_end(start_server):

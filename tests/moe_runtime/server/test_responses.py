@@ -72,6 +72,8 @@ def test_other_paths(server, path):
     if path in ("/tokenize", "/detokenize"):
         body = {"prompt": "x", "return_token_strs": True} if path == "/tokenize" else {"tokens": [5]}
         document = server.http.post(path, json=body).json()
+    elif path == "/flush_cache":
+        document = server.http.post(path).json()
     else:
         document = server.http.get(path.format(model="m")).json()
     if path == "/server_info":  # its further fields are those of the deployment

@@ -51,6 +51,8 @@ def test_every_field_of_the_engine_is_passed_on():
         "logit_bias": {5: -100.0},
         "bad_words": ["a b"],
         "allowed_token_ids": [7, 8],
+        "cache_prompt": False,
+        "cache_salt": "s",
     }
     as_sent = {**given, "logit_bias": {"5": -100}}
     result = dataclasses.asdict(params(**as_sent))

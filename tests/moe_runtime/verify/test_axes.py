@@ -93,6 +93,36 @@ def test_the_small_cache_is_full_at_the_start(num_engines: int) -> None:
     assert all(blocks >= run.kv_cache_blocks for blocks in by_rank.values())
 
 
+def test_prefixes_run_computed_cold_warm_flushed_shared_and_in_a_full_cache() -> None:
+    runs = runs_of("radix_cache")
+    assert [run.prefix_cache for run in runs[:5]] == ["off", "cold", "warm", "cold", "warm"]
+    computed, *others = runs
+    assert len({case.name for case in computed.cases}) == len(computed.cases)
+    lengths = {len(case.prompt_ids) for case in computed.cases}
+    assert {b * 64 + by for b in (1, 2, 4) for by in (-1, 0, 1)} <= lengths
+    scored = [case for case in computed.cases if case.num_scored]
+    assert [case.num_scored for case in scored] == [126, 127, 128]
+    assert all(case.params.max_tokens == 0 for case in scored)
+    salts = {case.params.cache_salt for run in others for case in run.cases}
+    assert salts == {None, "a", "b"}
+    assert {case.params.cache_prompt for run in others for case in run.cases} == {True, False}
+    tight = [run for run in runs if run.kv_cache_blocks is not None]
+    assert [run.prefix_cache for run in tight] == ["cold", "warm", "cold"]
+    assert tight[0].kv_cache_blocks == tight[1].kv_cache_blocks
+    (preempted,) = runs_of("preempt")
+    assert tight[2].kv_cache_blocks == preempted.kv_cache_blocks
+    assert runs_of("radix_cache", replace(SETUP, prefix_cache=False)) == []
+    short = replace(SOURCE, context=110)
+    assert runs_of("radix_cache", replace(SETUP, source=short)) == []
+
+
+def test_every_other_axis_computes_all_of_every_request() -> None:
+    setup = replace(SETUP, enforce_eager=False)
+    assert {run.prefix_cache for name in AXES if name != "radix_cache" for run in runs_of(name, setup)} == {
+        "off"
+    }
+
+
 def test_one_prompt_fills_batches_of_many_sizes() -> None:
     runs = runs_of("single")
     assert [len(run.cases) for run in runs] == [1, 2, 7, 16, 33, 64]

@@ -14,7 +14,7 @@ import pytest
 from moe_runtime.engine.config import EngineConfig
 from moe_runtime.engine.llm import LLM
 from moe_runtime.kernels.schedules import Control, active_control
-from moe_runtime.verify.axes import AXES, GRAPHS_ABSENT, PLACEMENT_ABSENT
+from moe_runtime.verify.axes import AXES, CACHE_ABSENT, GRAPHS_ABSENT, PLACEMENT_ABSENT
 from moe_runtime.verify.checker import ProgressFactory, check
 from moe_runtime.verify.compare import Output
 from moe_runtime.verify.config import CheckConfig
@@ -39,6 +39,9 @@ def test_every_axis_passes(llm: LLM, small_check: MakeConfig, progress: Progress
     assert set(report.verdicts().values()) == {"equal"}
     by_name = {axis.name: axis for axis in report.axes}
     assert by_name["preempt"].num_preemptions > 0
+    assert by_name["radix_cache"].num_preemptions > 0
+    assert by_name["radix_cache"].num_cached_tokens > 0
+    assert sum(axis.num_cached_tokens for axis in report.axes if axis.name != "radix_cache") == 0
     assert by_name["chunks"].num_cases == 4 * 4
     assert by_name["single"].num_unique_outputs == 2
     assert by_name["buckets"].num_cases > 100
@@ -46,7 +49,35 @@ def test_every_axis_passes(llm: LLM, small_check: MakeConfig, progress: Progress
     assert active_control() is Control.NONE
 
 
-@pytest.mark.parametrize("which", [control for control in Control if control is not Control.NONE])
+def test_prefixes_mixed_up_in_the_cache_are_seen(
+    llm: LLM, small_check: MakeConfig, progress: ProgressFactory
+) -> None:
+    """Keys and values of another prefix under the same name; what is computed whole cannot show it."""
+    config = small_check(
+        control="prefix-collision", axes=("again", "radix_cache"), max_tokens=2, num_prompts=2
+    )
+    report = check(llm, config, progress)
+    assert report.noticed_by == ["radix_cache"]
+    assert report.exit_code is CheckExit.DIFFERENT
+    found = report.axes[-1]
+    assert found.num_cached_tokens > 0
+    assert found.num_forced_differing > 0
+
+
+def test_an_axis_of_the_prefix_cache_needs_hits_and_a_cache(
+    tiny_model: Path, small_check: MakeConfig, progress: ProgressFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_check(axes=("radix_cache", "again"), max_tokens=2, num_prompts=2)
+    off = replace(config, engine=replace(config.engine, prefix_cache=False))
+    report = check(LLM.from_config(off.engine), off, progress)
+    assert [axis.not_applicable for axis in report.axes] == [None, CACHE_ABSENT]
+    monkeypatch.setattr("moe_runtime.engine.block_manager.BlockManager.find_prefix", lambda *_: [])
+    report = check(LLM.from_config(config.engine), replace(config, axes=("radix_cache",)), progress)
+    assert report.axes[0].finding == "no token was found in a cache: this proves nothing"
+    assert report.exit_code is CheckExit.DIFFERENT
+
+
+@pytest.mark.parametrize("which", [c for c in Control if c not in (Control.NONE, Control.PREFIX_COLLISION)])
 def test_every_control_is_seen_to_fail(
     llm: LLM, small_check: MakeConfig, progress: ProgressFactory, which: Control
 ) -> None:
@@ -191,7 +222,8 @@ def test_level_batch_holds_on_every_axis_and_digests_tell_deployments_apart(
     ranks: Callable[..., list[Any]], tiny_model: Path
 ) -> None:
     # What is left out needs more prompts, or time.
-    axes = tuple(name for name in AXES if name not in ("buckets", "graph", "preempt", "preemption"))
+    left_out = ("buckets", "graph", "preempt", "preemption", "radix_cache")
+    axes = tuple(name for name in AXES if name not in left_out)
     arguments = (str(tiny_model), "batch", axes)
     reports = {size: ranks(size, _check_on_a_rank, *arguments)[0] for size in (2, 3)}
     for report in reports.values():

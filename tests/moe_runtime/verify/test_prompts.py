@@ -27,6 +27,28 @@ def test_lengths_are_clipped_to_the_context() -> None:
     assert max(len(case.prompt_ids) for case in cases) == 4
 
 
+def test_prompts_that_begin_alike_end_around_blocks() -> None:
+    cases = SOURCE.cached_cases(64)
+    longest = max((c for c in cases if "other" not in c.name), key=lambda c: len(c.prompt_ids)).prompt_ids
+    alike = [c for c in cases if c.prompt_ids[:63] == longest[:63]]
+    assert len(alike) == len(cases) - 2
+    assert {"greedy", "seeded"} == {c.name.split()[-1].removesuffix(",") for c in cases if not c.num_scored}
+    for case in cases:
+        assert len(case.prompt_ids) + case.num_output_tokens * (not case.num_scored) <= 1024
+        if case.num_scored:
+            assert case.num_scored == len(case.prompt_ids) - 1
+            assert case.shortened(1) == case.forced([5]) == case
+    tiny = replace(SOURCE, context=54).cached_cases(64)
+    assert max(len(case.prompt_ids) for case in tiny) == 4
+
+
+def test_a_case_can_be_another_tenant_s_or_computed_whole() -> None:
+    (case,) = SOURCE.random_cases(1)
+    assert case.salted("a").params == replace(case.params, cache_salt="a")
+    assert case.uncached().params == replace(case.params, cache_prompt=False)
+    assert case.salted("a").name == case.uncached().name == case.name
+
+
 def test_prompts_depend_on_the_seed_alone() -> None:
     same = PromptSource(seed=7, vocab_size=100, context=1024, max_tokens=50)
     other = replace(SOURCE, seed=8)

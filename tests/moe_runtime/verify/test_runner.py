@@ -62,6 +62,24 @@ def test_preemptions_are_counted_per_run(llm: LLM) -> None:
     assert runner.run(Run(name="normal", cases=cases)).num_preemptions == 0
 
 
+def test_caches_are_off_cold_or_warm_as_a_run_says(llm: LLM) -> None:
+    cases = [case for case in SOURCE.random_cases(6) if len(case.prompt_ids) > 64][:3]
+    runner = Runner(llm)
+    results = [
+        runner.run(Run(name=how, cases=cases, prefix_cache=how))
+        for how in ("off", "warm", "warm", "off", "cold", "warm")
+    ]
+    assert len({repr(result.outputs) for result in results}) == 1
+    whole = sum((len(case.prompt_ids) - 1) // 64 * 64 for case in cases)
+    assert [result.num_cached_tokens for result in results] == [0, 0, whole, 0, 0, whole]
+    assert all(result.num_evictions == 0 for result in results)
+    blocks = max(-(-(len(case.prompt_ids) + 6) // 64) for case in cases)
+    tight = Run(name="tight", cases=cases, kv_cache_blocks=blocks, prefix_cache="cold")
+    found = runner.run(tight)
+    assert found.outputs == results[0].outputs
+    assert found.num_evictions > 0
+
+
 @pytest.mark.parametrize("max_tokens", [1, 3])
 def test_progress_counts_finished_requests(llm: LLM, max_tokens: int) -> None:
     counts: list[int] = []
