@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CHECK_S", "LATE_AFTER_S", "MAX_WORDS_BYTES", "STALLED_AFTER_S", "PeerLink", "PeerWatch"]
 
-STALLED_AFTER_S = 7.0
-LATE_AFTER_S = 7.0
+STALLED_AFTER_S = 6.0
+LATE_AFTER_S = 6.0
 CHECK_S = 2 * PULSE_S
 """Between looks at the peers."""
 PAUSE_S = 2.5

@@ -23,9 +23,9 @@ pytestmark = [pytest.mark.xdist_group("servers"), pytest.mark.timeout(240)]
 SCRIPT = str(Path(__file__).with_name("faulty_dispatch.py"))
 LIMIT_S = 10.0
 NAMED = {
-    "stop": "rank {} has stalled: no sign of life in 7.",
+    "stop": "rank {} has stalled: no sign of life in 6.",
     "kill": "rank {} has gone",
-    "late": "rank {} is late: in a step of all ranks it has done nothing for 7.",
+    "late": "rank {} is late: in a step of all ranks it has done nothing for 6.",
 }
 PROMPTS = [
     {"prompt": [5 + i, 6, 7], "max_tokens": 40, "temperature": 0, "ignore_eos": True} for i in range(8)
@@ -124,7 +124,8 @@ def test_the_rank_is_named_and_nobody_hangs(case: Case, transport: str, tp: int,
         survivors_leave(case, tmp_path, process)
         if case.program == "llm":  # nobody ends the stopped rank of a user's program but torchrun
             process.kill()
-            os.kill(int((tmp_path / f"{case.rank}.pid").read_text()), signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int((tmp_path / f"{case.rank}.pid").read_text()), signal.SIGKILL)
         _, text = process.communicate(timeout=LIMIT_S)
     wanted = NAMED[case.fault].format(case.rank)
     said = [
