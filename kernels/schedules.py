@@ -41,6 +41,7 @@ class Control(StrEnum):
     )
     BATCH_ATTENTION = "batch-attention"  # KV chunk length chosen from the number of rows
     BATCH_NOISE = "batch-noise"  # sampling noise keyed by the row's place in the batch
+    DRAFT_BONUS = "draft-bonus"  # the token after accepted drafts taken from the last draft's row
 
 
 _control = Control.NONE

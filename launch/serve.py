@@ -25,6 +25,7 @@ from moe_runtime.comm.tensor_parallel import TensorParallel, open_tensor_paralle
 from moe_runtime.comm.transports import Transport, open_transport
 from moe_runtime.config import ServeConfig
 from moe_runtime.engine.backend import Deployment, exchange_buffer_bytes, plan_deployment, start_engine
+from moe_runtime.engine.draft_model import load_draft, plan_draft
 from moe_runtime.engine.engine import Engine
 from moe_runtime.engine.follower import Follower
 from moe_runtime.engine.kv_cache import kv_block_bytes
@@ -54,7 +55,7 @@ from moe_runtime.launch.progress import progress_bar
 from moe_runtime.launch.rank_service import RankService
 from moe_runtime.launch.rank_watch import RankWatch
 from moe_runtime.launch.step_clock import StepClock
-from moe_runtime.planner.memory import check_fit, rank_memory
+from moe_runtime.planner.memory import check_fit, draft_memory, rank_memory
 from moe_runtime.server.config import ServerConfig
 
 __all__ = ["main"]
@@ -175,7 +176,9 @@ def _plan(config: ServeConfig, group: RankGroup) -> ModelPlan:
     plan: ModelPlan | None = None
     try:
         plan = plan_model(config.engine, group)
-        greeting = _Greeting(identity=f"{plan.fingerprint} {config.engine}")
+        draft = plan_draft(plan, config.engine)
+        drafting = "" if draft is None else f" drafts {draft.fingerprint}"
+        greeting = _Greeting(identity=f"{plan.fingerprint}{drafting} {config.engine}")
     except ValueError as error:  # CheckpointError is one
         greeting = _Greeting(fault=str(error))
     greetings = [
@@ -221,7 +224,7 @@ def _serve(
     if group.rank == 0:
         logger.info("dispatcher %s: %s", transport.name, transport.reason)
     try:
-        all_or_none(group, lambda: _check_memory(plan, deployment.num_kv_blocks, group, config.engine.tp))
+        all_or_none(group, lambda: _check_memory(plan, deployment, group, config.engine.tp))
         with progress_bar("loading weights", shown=group.rank == 0) as on_progress:
             model = load_model(
                 plan,
@@ -231,9 +234,12 @@ def _serve(
                 transport=transport.name,
                 tensor_parallel=tensor_parallel,
             )
+        draft = load_draft(deployment.draft, config.engine, model)
         mover = open_mover(model, config.engine, group)
         with progress_bar("capturing graphs", shown=group.rank == 0) as on_capture:
-            engine = start_engine(model, deployment, config.engine, group, on_capture=on_capture, mover=mover)
+            engine = start_engine(
+                model, deployment, config.engine, group, on_capture=on_capture, mover=mover, draft=draft
+            )
     except CheckpointError as error:
         usage_error(str(error))
     except InvarianceError as error:
@@ -286,13 +292,13 @@ def _numbers(engine: Engine | Follower) -> str:
     )
 
 
-def _check_memory(plan: ModelPlan, num_blocks: int, group: RankGroup, tp: int) -> None:
+def _check_memory(plan: ModelPlan, deployment: Deployment, group: RankGroup, tp: int) -> None:
     """Refuse before loading what this host cannot hold; its first rank speaks for all of them."""
     local_size = group.size if group.local_size is None else group.local_size
     local_rank = group.rank if group.local_rank is None else group.local_rank
     if local_rank != 0 or plan.device.type != "cpu":
         return
-    first = group.rank
+    first, num_blocks = group.rank, deployment.num_kv_blocks
     block_bytes = kv_block_bytes(plan.config, plan.torch_dtype, tp)
     ranks = [
         rank_memory(
@@ -307,6 +313,12 @@ def _check_memory(plan: ModelPlan, num_blocks: int, group: RankGroup, tp: int) -
         for rank in range(first, first + local_size)
     ]
     own = ranks[group.rank - first]
+    if deployment.draft is not None:
+        ranks += [
+            draft_memory(deployment.draft, num_blocks)
+            for rank in range(first, first + local_size)
+            if rank % tp == 0
+        ]
     check_fit(ranks, _available_bytes())
     logger.info(
         "rank %d: %.1f MiB of weights, %.1f MiB of KV cache (%d blocks)",
@@ -370,6 +382,8 @@ def _server_config(
             "resolved": {
                 "kv_cache_blocks": deployment.num_kv_blocks,
                 "max_model_len": plan.max_model_len,
+                "num_speculative_tokens": config.engine.most_drafts,
+                "draft_model_dir": None if deployment.draft is None else str(deployment.draft.model_dir),
                 "model_dir": str(plan.model_dir),
                 "num_layers": model.num_layers,
                 "moe_layer_ids": list(model.moe_layer_ids),

@@ -12,14 +12,17 @@ from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.transports import EXCHANGE_TIMEOUT_S, TransportName
 from moe_runtime.engine.config import EngineConfig
 from moe_runtime.engine.cpu_runner import CpuRunner
+from moe_runtime.engine.draft_model import DraftModelProposer, plan_draft
 from moe_runtime.engine.engine import Engine
 from moe_runtime.engine.expert_mover import ExpertMover
 from moe_runtime.engine.follower import Follower
-from moe_runtime.engine.kv_cache import KVCache, default_num_blocks, gpu_num_blocks
+from moe_runtime.engine.kv_cache import KVCache, default_num_blocks, gpu_num_blocks, kv_block_bytes
 from moe_runtime.engine.model_loader import LoadedModel, ModelPlan
+from moe_runtime.engine.ngram_proposer import NgramProposer
 from moe_runtime.engine.request import RequestLimits
 from moe_runtime.engine.runner import Runner
 from moe_runtime.engine.scheduler import SchedulerConfig
+from moe_runtime.engine.speculative import Speculation
 from moe_runtime.errors import CapacityError
 from moe_runtime.kernels.attention import BLOCK_SIZE
 from moe_runtime.layers.decoder import Decoder
@@ -34,10 +37,12 @@ class Deployment:
     Attributes:
         num_kv_blocks: Blocks of one rank's cache.
         limits: What a request may ask for.
+        draft: The small model that drafts, where there is one; its cache has as many blocks.
     """
 
     num_kv_blocks: int
     limits: RequestLimits
+    draft: ModelPlan | None = None
 
 
 def plan_deployment(
@@ -56,16 +61,23 @@ def plan_deployment(
 
     Raises:
         CapacityError: a GPU has no room for one sequence of full length; on all ranks alike.
+        ValueError: the draft model does not fit the model.
     """
+    draft = plan_draft(plan, config)
     num_blocks = config.kv_cache_blocks
     if num_blocks is None and plan.device.type == "cuda":
         ranks = group or RankGroup()
-        num_blocks = all_or_none(ranks, lambda: gpu_num_blocks(plan, config, ranks.size, transport))
+        num_blocks = all_or_none(ranks, lambda: gpu_num_blocks(plan, config, ranks.size, transport, draft))
         # Requests have one limit, whichever rank serves them.
         num_blocks = int(ranks.all_gather(torch.tensor([num_blocks])).min())
     if num_blocks is None:
         num_blocks = default_num_blocks(
-            plan.config, plan.torch_dtype, config.max_num_seqs, plan.max_model_len, config.tp
+            plan.config,
+            plan.torch_dtype,
+            config.max_num_seqs,
+            plan.max_model_len,
+            config.tp,
+            0 if draft is None else kv_block_bytes(draft.config, draft.torch_dtype),
         )
     limits = RequestLimits(
         vocab_size=plan.config.vocab_size,
@@ -73,7 +85,7 @@ def plan_deployment(
         max_kv_tokens=num_blocks * BLOCK_SIZE,
         eos_token_ids=plan.config.eos_token_ids,
     )
-    return Deployment(num_kv_blocks=num_blocks, limits=limits)
+    return Deployment(num_kv_blocks=num_blocks, limits=limits, draft=draft)
 
 
 def start_engine(
@@ -84,6 +96,7 @@ def start_engine(
     *,
     on_capture: Callable[[int, int], None] | None = None,
     mover: ExpertMover | None = None,
+    draft: LoadedModel | None = None,
 ) -> Engine | Follower:
     """An engine around loaded weights; a follower on all ranks of a tensor-parallel group but the first. A collective.
 
@@ -94,11 +107,15 @@ def start_engine(
         group: The ranks.
         on_capture: Told (CUDA graphs captured, in total); None captures them when first needed.
         mover: From ``open_mover``.
+        draft: From ``load_draft``.
 
     Raises:
         CapacityError: memory ran out somewhere; on all ranks alike, and the decoder is as before.
     """
     runner = _runner(model, deployment, config, group, on_capture)
+    speculation = None
+    if config.speculation != "off":
+        speculation = all_or_none(group, lambda: _speculation(draft, deployment, config, on_capture))
     if mover is not None:
         mover.attach(runner.expert_load)
     tensor_parallel = model.tensor_parallel
@@ -114,6 +131,7 @@ def start_engine(
         model.plan.config.eos_token_ids,
         tensor_parallel,
         mover,
+        speculation,
     )
 
 
@@ -123,6 +141,26 @@ def exchange_buffer_bytes(model: LoadedModel, group: RankGroup) -> int:
     if isinstance(model.decoder, Decoder):
         return 0 if group.links is None else group.links.num_buffer_bytes
     return model.decoder.experts.num_bytes
+
+
+def _speculation(
+    draft: LoadedModel | None,
+    deployment: Deployment,
+    config: EngineConfig,
+    on_capture: Callable[[int, int], None] | None,
+) -> Speculation | None:
+    """What drafts on this rank; None where it only follows. No collective."""
+    if config.speculation == "ngram":
+        return Speculation(NgramProposer(), config.most_drafts)
+    if draft is None:
+        return None
+    proposer = DraftModelProposer(
+        _runner(draft, deployment, config, RankGroup(), on_capture),
+        deployment.num_kv_blocks,
+        draft.plan.max_model_len,
+        config.max_num_batched_tokens,
+    )
+    return Speculation(proposer, config.most_drafts)
 
 
 def _runner(
@@ -150,6 +188,7 @@ def _runner(
             config.max_num_seqs,
             plan.max_model_len,
             use_graphs=not config.enforce_eager and decoder.experts.capturable,
+            drafts=config.speculation != "off",
             check_peers=None if group.links is None else group.links.check_peers,
             timeout_s=EXCHANGE_TIMEOUT_S if group.size > 1 else None,
         )

@@ -38,6 +38,11 @@ class BlockManager:
             sequence.block_ids.append(self._free.pop())
         return True
 
+    def trim(self, sequence: Sequence) -> None:
+        """Take back the blocks past the sequence's tokens, which drafts were given."""
+        while len(sequence.block_ids) > self.num_blocks_for(sequence.num_tokens):
+            self._free.append(sequence.block_ids.pop())
+
     def free(self, sequence: Sequence) -> None:
         """Take back all blocks of the sequence."""
         self._free.extend(reversed(sequence.block_ids))

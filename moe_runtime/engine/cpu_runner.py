@@ -35,6 +35,7 @@ class CpuRunner(Runner):
         self.kv_cache = kv_cache
         config = decoder.config
         self.expert_load = HostExpertLoad(len(config.moe_layer_ids), config.num_experts)
+        self._last_routing = torch.empty(0, 0, 0, dtype=torch.int16)
 
     @torch.inference_mode()
     def launch(
@@ -59,6 +60,12 @@ class CpuRunner(Runner):
         if plan.wants_routing:
             gather_routing(routing, hidden.shape[0], self.decoder.tensor_parallel)
 
+    def uncount(self, token_idx: SequenceOf[int]) -> None:
+        """See ``Runner.uncount``."""
+        home = self.decoder.tensor_parallel.home_places(token_idx)
+        if home:
+            self.expert_load.add(self._last_routing[:, torch.tensor(home)], sign=-1)
+
     def _forward(self, forward: ForwardInput) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states ``[T, hidden]``, and routing ``[num_moe_layers, T', K]`` int16 of the tokens at home here."""
         config, tp = self.decoder.config, self.decoder.tensor_parallel
@@ -68,6 +75,7 @@ class CpuRunner(Runner):
         )
         hidden = self.decoder.forward(forward, self.kv_cache.layers, routing)
         self.expert_load.add(routing)
+        self._last_routing = routing
         return hidden, routing
 
     def _routed(self, routing: torch.Tensor, num_tokens: int, wanted: SequenceOf[int]) -> RoutedExperts:

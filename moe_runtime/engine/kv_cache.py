@@ -51,17 +51,26 @@ def kv_block_bytes(config: ModelConfig, dtype: torch.dtype, tp: int = 1) -> int:
 
 
 def default_num_blocks(
-    config: ModelConfig, dtype: torch.dtype, max_num_seqs: int, max_model_len: int, tp: int = 1
+    config: ModelConfig,
+    dtype: torch.dtype,
+    max_num_seqs: int,
+    max_model_len: int,
+    tp: int = 1,
+    draft_block_bytes: int = 0,
 ) -> int:
     """Blocks per rank where the user names none: all sequences at full length, or what 256 MiB hold if that is less,
-    and never less than one sequence at full length."""
+    and never less than one sequence at full length. A draft model's cache has as many blocks and counts too."""
     per_sequence = -(-max_model_len // BLOCK_SIZE)
-    affordable = DEFAULT_CACHE_BYTES // kv_block_bytes(config, dtype, tp)
+    affordable = DEFAULT_CACHE_BYTES // (kv_block_bytes(config, dtype, tp) + draft_block_bytes)
     return max(per_sequence, min(max_num_seqs * per_sequence, affordable))
 
 
 def gpu_num_blocks(
-    plan: ModelPlan, config: EngineConfig, num_ranks: int = 1, transport: TransportName = "collective"
+    plan: ModelPlan,
+    config: EngineConfig,
+    num_ranks: int = 1,
+    transport: TransportName = "collective",
+    draft: ModelPlan | None = None,
 ) -> int:
     """Blocks per GPU where the user names none: what is free now, less weights, buffers and a reserve for graphs and
     compiled kernels, and no more than all sequences at full length need.
@@ -71,6 +80,7 @@ def gpu_num_blocks(
         config: Settings.
         num_ranks: Over which the experts are spread.
         transport: What moves rows between them.
+        draft: The draft model, whose weights, buffers and equally many blocks every GPU holds beside the model's.
 
     Raises:
         CapacityError: not even one sequence of full length fits.
@@ -129,7 +139,11 @@ def gpu_num_blocks(
     room_bytes = int(free_bytes * config.gpu_memory_utilization)
     room_bytes -= num_weights * item_bytes + buffer_bytes + GPU_RESERVE_BYTES
     per_sequence = -(-plan.max_model_len // BLOCK_SIZE)
-    num_blocks = room_bytes // kv_block_bytes(model, plan.torch_dtype, config.tp)
+    block_bytes = kv_block_bytes(model, plan.torch_dtype, config.tp)
+    if draft is not None:
+        room_bytes -= _draft_bytes(draft, config)
+        block_bytes += kv_block_bytes(draft.config, draft.torch_dtype)
+    num_blocks = room_bytes // block_bytes
     if num_blocks < per_sequence:
         raise CapacityError(
             f"the GPU has {free_bytes / 2**30:.1f} GiB free and gpu_memory_utilization is "
@@ -138,3 +152,22 @@ def gpu_num_blocks(
             "lower max_model_len or max_num_batched_tokens"
         )
     return int(min(num_blocks, config.max_num_seqs * per_sequence))
+
+
+def _draft_bytes(draft: ModelPlan, config: EngineConfig) -> int:
+    """A draft model's weights, activations, logits and decode workspace, all of it on one GPU."""
+    # Both need Triton, which CPU machines may lack.
+    from moe_runtime.kernels.attention_triton import decode_workspace_bytes
+    from moe_runtime.layers.cuda_decoder import max_split_rows
+
+    model = draft.config
+    query, kv = model.num_attention_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    items = sum(prod(spec.shape) for spec in tensor_specs(model))
+    row_items = 4 * model.hidden_size + 3 * query + 2 * kv
+    row_items += model.num_experts_per_tok * (model.moe_intermediate_size + model.hidden_size)
+    items += config.max_num_batched_tokens * row_items
+    num_bytes = items * draft.torch_dtype.itemsize + 3 * 256 * model.vocab_size * 4
+    split_rows = max_split_rows(model, draft.device)
+    return num_bytes + decode_workspace_bytes(
+        split_rows, model.num_attention_heads, model.head_dim, draft.max_model_len
+    )

@@ -24,6 +24,7 @@ from moe_runtime.comm.tensor_parallel import open_tensor_parallel
 from moe_runtime.comm.transports import open_transport
 from moe_runtime.engine.backend import Deployment, plan_deployment, start_engine
 from moe_runtime.engine.config import EngineConfig
+from moe_runtime.engine.draft_model import load_draft
 from moe_runtime.engine.engine import Engine
 from moe_runtime.engine.expert_mover import ExpertMover
 from moe_runtime.engine.follower import Follower
@@ -128,6 +129,7 @@ class LLM:
             transport=self.transport.name,
             tensor_parallel=tensor_parallel,
         )
+        self._draft = load_draft(deployment.draft, self.config, self.model)
         try:
             self.tokenizer: Tokenizer | None = Tokenizer.from_dir(plan.model_dir)
         except CheckpointError:
@@ -194,7 +196,9 @@ class LLM:
     def _start_engine(self, deployment: Deployment) -> None:
         self.deployment = deployment
         self.limits = deployment.limits
-        self._engine = start_engine(self.model, deployment, self.config, self.group, mover=self._mover)
+        self._engine = start_engine(
+            self.model, deployment, self.config, self.group, mover=self._mover, draft=self._draft
+        )
 
     def reconfigure(
         self,

@@ -84,10 +84,10 @@ def _choose(logits: torch.Tensor, rows: SequenceOf[LogitsRow]) -> list[int]:
 def _with_rules(logits: torch.Tensor, rows: SequenceOf[LogitsRow], which: list[int]) -> torch.Tensor:
     """Logits of some rows, those with rules for their next token by these rules."""
     result = logits[torch.tensor(which)]
-    rules = {at: rule for at, i in enumerate(which) if (rule := rows[i].sequence.rules) is not None}
+    rules = {at: rule for at, i in enumerate(which) if (rule := rows[i].rules) is not None}
     if rules:
         index = torch.tensor(list(rules))
-        last_ids = [rows[which[at]].sequence.token_ids[-1] for at in rules]
+        last_ids = [rows[which[at]].last_token_id for at in rules]
         result[index] = apply_rules(result[index], list(rules.values()), last_ids)
     return result
 
@@ -95,7 +95,7 @@ def _with_rules(logits: torch.Tensor, rows: SequenceOf[LogitsRow], which: list[i
 def row_sampling(row: LogitsRow, row_idx: int) -> RowSampling:
     """How a row's token is sampled; ``row_idx`` matters under a control alone."""
     sequence = row.sequence
-    position = sequence.num_tokens
+    position = row.position
     if active_control() is Control.BATCH_NOISE:
         position += row_idx
     params = sequence.params
