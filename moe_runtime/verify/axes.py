@@ -14,6 +14,7 @@ from enum import StrEnum
 
 from moe_runtime.eplb.placement import ModelPlacement
 from moe_runtime.verify.compare import Output
+from moe_runtime.verify.drafting import Drafting
 from moe_runtime.verify.placements import random_placement
 from moe_runtime.verify.prompts import Case, PromptSource
 from moe_runtime.verify.runner import Run
@@ -46,6 +47,9 @@ PLACEMENT_ABSENT = (
     "not applicable: experts stay where they are on this deployment, and the level promises no other"
 )
 MOVE_STEPS = (1, 4)
+NUM_SCORED = 2
+NUM_NGRAM_DRAFTS = (1, 3, 8)
+MOST_NGRAM_DRAFTS = 8
 NUM_RANDOM_BATCHES = 2
 FULL_NUM_RANDOM_BATCHES = 10
 
@@ -73,6 +77,7 @@ class AxisSetup:
         max_num_seqs: Most sequences that one of them runs at once.
         enforce_eager: Whether the engine started without graphs; None on a device that has none.
         captures: Whether the deployment of the check can have graphs.
+        has_draft_model: The engine started with one.
         full: Every case, every output token, more batches.
         topologies: Other deployments whose bits must be these.
         placement: Where experts are; None where they stay.
@@ -87,6 +92,7 @@ class AxisSetup:
     max_num_seqs: int = 64
     enforce_eager: bool | None = None
     captures: bool = True
+    has_draft_model: bool = False
     full: bool = False
     topologies: Sequence[Topology] = ()
     placement: ModelPlacement | None = None
@@ -113,12 +119,14 @@ class Axis:
         verdict: What it proves.
         make_runs: Its batches.
         needs_preemption: It proves nothing where no request was preempted.
+        needs_drafts: The same where no draft was right, or none was wrong.
         absent: Why it makes no batches, where it may have none to make.
     """
 
     verdict: Verdict
     make_runs: Callable[[AxisSetup], list[Run]]
     needs_preemption: bool = False
+    needs_drafts: bool = False
     absent: str | None = None
 
 
@@ -243,6 +251,34 @@ def _buckets(setup: AxisSetup) -> list[Run]:
     return runs
 
 
+def _speculation(setup: AxisSetup) -> list[Run]:
+    """Drafts of every kind and number, beside prompts that are scored; at last with steps and a cache that are short of
+    room for them. Prompts that repeat themselves are for n-grams, and are first run without drafts."""
+    some = setup.source.shuffle("speculation", setup.some_cases(NUM_ALONE))
+    scored = [case.scored(setup.reference[case.name].token_ids) for case in some[:NUM_SCORED]]
+    repeated = setup.source.repetitive_cases()
+    answers = {case.name: setup.reference[case.name].token_ids for case in some}
+    lengths = range(1, MOST_NGRAM_DRAFTS + 1) if setup.full else NUM_NGRAM_DRAFTS
+    kinds = [Drafting(kind="off"), *(Drafting(kind="ngram", most_drafts=length) for length in lengths)]
+    if setup.has_draft_model:
+        kinds.append(Drafting(kind="draft"))
+    runs = [Run(name=kind.name, cases=[*repeated, *some], drafting=kind) for kind in kinds]
+    for kind, length in (("right", 8), ("wrong", 3), ("mixed", 4)):
+        drafting = Drafting(kind=kind, most_drafts=length, answers=answers)
+        runs.append(Run(name=drafting.name, cases=[*some, *scored], drafting=drafting))
+    runs.append(
+        Run(
+            name=f"{drafting.name}, short of room",
+            cases=some,
+            max_num_seqs=4,
+            max_num_batched_tokens=setup.block_size + 1,
+            kv_cache_blocks=max(map(setup.end_blocks, some)) + 1,
+            drafting=drafting,
+        )
+    )
+    return runs
+
+
 def _topology(setup: AxisSetup) -> list[Run]:
     """A few cases on every other deployment, with and without graphs where there are graphs.
 
@@ -319,6 +355,7 @@ AXES: dict[str, Axis] = {
     "scored": Axis(Verdict.SCHEDULE, _scored),
     "buckets": Axis(Verdict.SCHEDULE, _buckets),
     "graph": Axis(Verdict.SCHEDULE, _graph, absent=GRAPHS_ABSENT),
+    "speculation": Axis(Verdict.SCHEDULE, _speculation, needs_drafts=True),
     # These two last: another deployment takes the place of the one that the check started on.
     "placement": Axis(Verdict.TOPOLOGY, _placement, absent=PLACEMENT_ABSENT),
     "topology": Axis(Verdict.TOPOLOGY, _topology, absent=TOPOLOGIES_ABSENT),

@@ -81,6 +81,7 @@ def check(llm: LLM, config: CheckConfig, progress: ProgressFactory) -> CheckRepo
             max_num_seqs=llm.config.max_num_seqs,
             enforce_eager=llm.config.enforce_eager if llm.model.plan.device.type == "cuda" else None,
             full=config.full,
+            has_draft_model=llm.config.speculation == "draft",
             captures=own_topology(llm).captures,
             placement=None if llm.model.plan.fixed_reason else llm.placement,
             copies=_copies(llm),
@@ -117,6 +118,8 @@ def _check_axis(runner: Runner, name: str, setup: AxisSetup, progress: ProgressF
     found = AxisResult(name=name, verdict=axis.verdict)
     found.num_runs = sum(result.not_run is None for result in results)
     found.num_preemptions = sum(result.num_preemptions for result in results)
+    found.num_accepted_drafts = sum(result.num_accepted_drafts for result in results)
+    found.num_rejected_drafts = sum(result.num_rejected_drafts for result in results)
     expected = dict(setup.reference)
     distinct: set[tuple[str, bytes]] = set()
     bad_run: tuple[Run, RunResult] | None = None
@@ -149,6 +152,8 @@ def _check_axis(runner: Runner, name: str, setup: AxisSetup, progress: ProgressF
         found.proves_nothing = "no request ran twice: this proves nothing"
     elif axis.needs_preemption and found.num_preemptions == 0:
         found.proves_nothing = "no request was preempted: this proves nothing"
+    elif axis.needs_drafts and not (found.num_accepted_drafts and found.num_rejected_drafts):
+        found.proves_nothing = "no draft was right, or none was wrong: this proves nothing"
     if bad_run is not None:
         forced = _with_forced_tokens(runner, name, *bad_run, expected, progress)
         for case, output in zip(bad_run[0].cases, forced, strict=True):

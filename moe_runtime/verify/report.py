@@ -42,6 +42,7 @@ class AxisResult:
         num_forced_tokens: Positions compared with the reference tokens forced; 0 where nothing differed.
         num_forced_differing: Those of them whose logprobs differ.
         num_preemptions: Over all ranks.
+        num_accepted_drafts, num_rejected_drafts: Over all ranks.
         wall_s: Seconds.
         proves_nothing: Why the axis could not have shown a difference, where so.
         not_applicable: Why there was nothing to run, where so; such an axis neither passes nor fails.
@@ -60,6 +61,8 @@ class AxisResult:
     num_forced_tokens: int = 0
     num_forced_differing: int = 0
     num_preemptions: int = 0
+    num_accepted_drafts: int = 0
+    num_rejected_drafts: int = 0
     wall_s: float = 0.0
     proves_nothing: str | None = None
     not_applicable: str | None = None

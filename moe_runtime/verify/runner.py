@@ -13,12 +13,13 @@ import torch
 
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.engine.llm import LLM, RequestOutput
-from moe_runtime.engine.messages import TokenLogprobs
+from moe_runtime.engine.messages import SpeculationStats, TokenLogprobs
 from moe_runtime.engine.model_loader import plan_model
 from moe_runtime.eplb.placement import ModelPlacement
 from moe_runtime.errors import CapacityError
 from moe_runtime.kernels.schedules import Control, control
 from moe_runtime.verify.compare import Output
+from moe_runtime.verify.drafting import Drafting, drafting
 from moe_runtime.verify.prompts import Case
 from moe_runtime.verify.room import lack_of_room
 from moe_runtime.verify.topologies import Topology
@@ -40,6 +41,7 @@ class Run:
         max_num_seqs, max_num_batched_tokens, kv_cache_blocks: Limits; by default those the engine started with.
         enforce_eager: Launch kernels one by one; by default as the engine started.
         moves: Moves of experts by step, as for ``LLM.generate``.
+        drafting: What drafts; by default as the engine started.
         topology: Deployment to load for it; by default the one that the check started on. Where each rank is alone it
             runs its share of the cases, and ``ranks`` and ``arrival_steps`` are None.
     """
@@ -53,6 +55,7 @@ class Run:
     kv_cache_blocks: int | None = None
     enforce_eager: bool | None = None
     moves: Mapping[int, ModelPlacement | None] = field(default_factory=dict)
+    drafting: Drafting | None = None
     topology: Topology | None = None
 
     def __post_init__(self) -> None:
@@ -69,6 +72,7 @@ class RunResult:
     Attributes:
         outputs: In the order of the cases; the same on every rank.
         num_preemptions: Over all ranks.
+        num_accepted_drafts, num_rejected_drafts: Over all ranks.
         wall_s: On this rank, with loading.
         not_run: Why the deployment cannot be here, where so; there are no outputs then.
     """
@@ -76,6 +80,8 @@ class RunResult:
     outputs: list[Output]
     num_preemptions: int
     wall_s: float
+    num_accepted_drafts: int = 0
+    num_rejected_drafts: int = 0
     not_run: str | None = None
 
 
@@ -137,14 +143,18 @@ class Runner:
         is_alone = run.topology is not None and run.topology.ranks == "alone"
         cases = run.cases[group.rank :: group.size] if is_alone else run.cases
         num_preemptions_before = llm.engine.stats().num_preemptions
-        results = llm.generate(
-            [case.prompt_ids for case in cases],
-            [case.params for case in cases],
-            ranks=run.ranks,
-            arrival_steps=run.arrival_steps,
-            moves=run.moves,
-            on_finished=on_finished,
-        )
+        with drafting(llm, run.drafting, [case.name for case in cases]):
+            drafts_before = _num_drafts(llm)
+            results = llm.generate(
+                [case.prompt_ids for case in cases],
+                [case.params for case in cases],
+                ranks=run.ranks,
+                arrival_steps=run.arrival_steps,
+                moves=run.moves,
+                on_finished=on_finished,
+            )
+            drafts = _num_drafts(llm) - drafts_before
+        num_accepted, num_drafts = group.all_gather(drafts).sum(dim=0).tolist()
         num_preemptions = llm.engine.stats().num_preemptions - num_preemptions_before
         outputs = [_output(case, result) for case, result in zip(cases, results, strict=True)]
         if is_alone:
@@ -153,6 +163,8 @@ class Runner:
             outputs=outputs,
             num_preemptions=int(group.all_gather(torch.tensor([num_preemptions])).sum()),
             wall_s=time.perf_counter() - start_s,
+            num_accepted_drafts=num_accepted,
+            num_rejected_drafts=num_drafts - num_accepted,
         )
 
     def restore(self) -> None:
@@ -229,6 +241,12 @@ class Runner:
                 refusal = str(error)
         self._refusals[topology] = refusal
         return refusal
+
+
+def _num_drafts(llm: LLM) -> torch.Tensor:
+    """``[2]`` int64: drafts of this rank accepted so far, and drafts in all."""
+    stats = llm.engine.stats().speculation or SpeculationStats()
+    return torch.tensor([stats.num_accepted_tokens, stats.num_draft_tokens])
 
 
 def _gather_shares(outputs: Sequence[Output], num_cases: int, group: RankGroup) -> list[Output]:

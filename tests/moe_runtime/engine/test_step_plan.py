@@ -28,7 +28,7 @@ def sequence(num_prompt_tokens: int, computed: int, blocks: list[int], **params:
 
 
 def test_the_docstring_s_example():
-    assert EXAMPLE.pack().tolist() == [1, 2, 1, 0, 2, 64, 2, 7, 8, 5, 2, 1]
+    assert EXAMPLE.pack().tolist() == [1, 2, 1, 0, 0, 2, 64, 2, 7, 8, 5, 2, 1]
     assert StepPlan.unpack(EXAMPLE.pack()) == EXAMPLE
 
 

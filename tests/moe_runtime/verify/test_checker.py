@@ -38,6 +38,7 @@ def test_every_axis_passes(llm: LLM, small_check: MakeConfig, progress: Progress
     assert set(report.verdicts().values()) == {"equal"}
     by_name = {axis.name: axis for axis in report.axes}
     assert by_name["preempt"].num_preemptions > 0
+    assert by_name["speculation"].num_accepted_drafts > by_name["speculation"].num_rejected_drafts > 0
     assert by_name["chunks"].num_cases == 4 * 4
     assert by_name["single"].num_unique_outputs == 2
     assert by_name["buckets"].num_cases > 100
@@ -45,7 +46,9 @@ def test_every_axis_passes(llm: LLM, small_check: MakeConfig, progress: Progress
     assert active_control() is Control.NONE
 
 
-@pytest.mark.parametrize("which", [control for control in Control if control is not Control.NONE])
+@pytest.mark.parametrize(
+    "which", [control for control in Control if control not in (Control.NONE, Control.DRAFT_BONUS)]
+)
 def test_every_control_is_seen_to_fail(
     llm: LLM, small_check: MakeConfig, progress: ProgressFactory, which: Control
 ) -> None:
@@ -61,6 +64,18 @@ def test_every_control_is_seen_to_fail(
     assert seen.num_forced_tokens > 0
     # Noise moves tokens but no logits, so nothing differs once the tokens are forced.
     assert (seen.num_forced_differing > 0) is (which is not Control.BATCH_NOISE)
+
+
+def test_the_control_of_drafts_is_seen_to_fail(
+    llm: LLM, small_check: MakeConfig, progress: ProgressFactory
+) -> None:
+    config = small_check(control="draft-bonus", axes=("again", "speculation"), num_prompts=4, max_tokens=12)
+    report = check(llm, config, progress)
+    assert report.noticed_by == ["speculation"]
+    assert report.verdicts()["run-to-run"] == "equal"
+    (_, seen) = report.axes
+    # Another token, but no other logits: nothing differs once the tokens are forced.
+    assert seen.num_forced_tokens > 0 == seen.num_forced_differing
 
 
 def test_a_control_that_no_axis_can_see_is_told(
