@@ -4,8 +4,8 @@ A *sequence* is one choice of one prompt. Tokens count as ``usage`` counts them:
 has, and no token past the end of its choice. Times run from the hand-over to a rank to the arrival of tokens here, so
 neither tokenisation nor a client that reads slowly is in them.
 
-Labels are few and fixed: ``rank``, ``position``, ``finished_reason``, ``reason`` and, in the info metric, settings of the deployment.
-Nothing that a client sends becomes a label. ``process_...`` is the front end's own process.
+Labels are few and fixed: ``rank``, ``position``, ``finished_reason``, ``reason`` and, in the info metric, settings of
+the deployment. Nothing that a client sends becomes a label. ``process_...`` is the front end's own process.
 """
 
 from __future__ import annotations

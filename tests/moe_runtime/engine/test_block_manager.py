@@ -55,3 +55,15 @@ def test_freed_blocks_come_back_once():
     assert blocks.num_free_blocks == 3
     assert blocks.grow(b, 192)
     assert sorted(b.block_ids) == [0, 1, 2]
+
+
+def test_blocks_past_the_tokens_are_taken_back():
+    blocks, s = BlockManager(5), sequence(64)
+    assert blocks.grow(s, 64 + 65)
+    first = s.block_ids[0]
+    blocks.trim(s)
+    assert (s.block_ids, blocks.num_free_blocks) == ([first], 4)
+    s.token_ids.append(1)
+    assert blocks.grow(s, 65)
+    blocks.trim(s)
+    assert (len(s.block_ids), blocks.num_free_blocks) == (2, 3)
