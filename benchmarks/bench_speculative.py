@@ -1,4 +1,4 @@
-"""Speculative decoding against plain decoding: output tokens per second of the same requests, and equal bits beside them.
+"""Speculative decoding against plain decoding: output tokens per second of the same requests, and equal bits.
 
     python benchmarks/bench_speculative.py --output benchmarks/results/speculative_cpu.json
     python benchmarks/bench_speculative.py --device cuda --output benchmarks/results/speculative_h200.json

@@ -223,6 +223,9 @@ def _serve(
     group = transport.group
     if group.rank == 0:
         logger.info("dispatcher %s: %s", transport.name, transport.reason)
+        if config.engine.speculation != "off":
+            drafts = config.engine.most_drafts
+            logger.info("speculation %s: at most %d drafts a step", config.engine.speculation, drafts)
     try:
         all_or_none(group, lambda: _check_memory(plan, deployment, group, config.engine.tp))
         with progress_bar("loading weights", shown=group.rank == 0) as on_progress:
