@@ -263,17 +263,21 @@ def _speculation(setup: AxisSetup) -> list[Run]:
     if setup.has_draft_model:
         kinds.append(Drafting(kind="draft"))
     runs = [Run(name=kind.name, cases=[*repeated, *some], drafting=kind) for kind in kinds]
-    for kind, length in (("right", 8), ("wrong", 3), ("mixed", 4)):
-        drafting = Drafting(kind=kind, most_drafts=length, answers=answers)
-        runs.append(Run(name=drafting.name, cases=[*some, *scored], drafting=drafting))
+    mixed = Drafting(kind="mixed", most_drafts=4, answers=answers)
+    knowing = [
+        Drafting(kind="right", most_drafts=8, answers=answers),
+        Drafting(kind="wrong", most_drafts=3, answers=answers),
+        mixed,
+    ]
+    runs += [Run(name=kind.name, cases=[*some, *scored], drafting=kind) for kind in knowing]
     runs.append(
         Run(
-            name=f"{drafting.name}, short of room",
+            name=f"{mixed.name}, short of room",
             cases=some,
             max_num_seqs=4,
             max_num_batched_tokens=setup.block_size + 1,
             kv_cache_blocks=max(map(setup.end_blocks, some)) + 1,
-            drafting=drafting,
+            drafting=mixed,
         )
     )
     return runs

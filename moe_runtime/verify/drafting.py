@@ -17,7 +17,7 @@ from moe_runtime.engine.speculative import Proposer, Speculation
 
 __all__ = ["Drafting", "KnowingProposer", "drafting"]
 
-Kind = Literal["off", "ngram", "draft", "right", "wrong", "mixed"]
+_Kind = Literal["off", "ngram", "draft", "right", "wrong", "mixed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class Drafting:
         answers: Output tokens by the name of a case, for those that know them.
     """
 
-    kind: Kind
+    kind: _Kind
     most_drafts: int = 4
     answers: Mapping[str, SequenceOf[int]] | None = None
 
