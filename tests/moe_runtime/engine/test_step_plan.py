@@ -59,5 +59,5 @@ def test_an_empty_plan_is_a_step_without_tokens():
 
 
 def test_a_plan_of_another_length_is_seen():
-    with pytest.raises(AssertionError, match="11 items, 12 announced"):
+    with pytest.raises(AssertionError, match="12 items, 13 announced"):
         StepPlan.unpack(EXAMPLE.pack()[:-1])
