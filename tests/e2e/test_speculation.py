@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
 from moe_runtime.engine.llm import LLM
-from moe_runtime.engine.request import SamplingParams
 from tests.servers import RunningServer, running_server
 
 CONTEXT = 192
@@ -31,7 +31,9 @@ def plain() -> LLM:
 
 
 def expected(plain: LLM, temperature: float) -> tuple[tuple[int, ...], list[float]]:
-    params = SamplingParams(temperature=temperature, max_tokens=40, seed=5, logprobs=3)
+    params = replace(
+        plain.default_sampling_params(), temperature=temperature, max_tokens=40, seed=5, logprobs=3
+    )
     (choice,) = plain.generate([WORDS], params)[0].outputs
     return choice.token_ids, [entry.logprob for entry in choice.logprobs or ()]
 
