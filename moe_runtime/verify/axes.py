@@ -262,7 +262,8 @@ def _speculation(setup: AxisSetup) -> list[Run]:
     kinds = [Drafting(kind="off"), *(Drafting(kind="ngram", most_drafts=length) for length in lengths)]
     if setup.has_draft_model:
         kinds.append(Drafting(kind="draft"))
-    runs = [Run(name=kind.name, cases=[*repeated, *some], drafting=kind) for kind in kinds]
+    company = some if setup.full else some[:NUM_SCORED]
+    runs = [Run(name=kind.name, cases=[*repeated, *company], drafting=kind) for kind in kinds]
     mixed = Drafting(kind="mixed", most_drafts=4, answers=answers)
     knowing = [
         Drafting(kind="right", most_drafts=8, answers=answers),

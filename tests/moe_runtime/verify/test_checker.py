@@ -38,7 +38,7 @@ def test_every_axis_passes(llm: LLM, small_check: MakeConfig, progress: Progress
     assert set(report.verdicts().values()) == {"equal"}
     by_name = {axis.name: axis for axis in report.axes}
     assert by_name["preempt"].num_preemptions > 0
-    assert by_name["speculation"].num_accepted_drafts > by_name["speculation"].num_rejected_drafts > 0
+    assert min(by_name["speculation"].num_accepted_drafts, by_name["speculation"].num_rejected_drafts) > 100
     assert by_name["chunks"].num_cases == 4 * 4
     assert by_name["single"].num_unique_outputs == 2
     assert by_name["buckets"].num_cases > 100
