@@ -107,6 +107,13 @@ class TensorParallel:
         """Of ``[T, ...]``, the rows of tokens whose home is this rank."""
         return rows if self.size == 1 else rows[self.rank :: self.size]
 
+    def home_places(self, token_idx: Sequence[int]) -> list[int]:
+        """Of tokens of a step, those at home on this rank, by their places among ``home_rows``.
+
+        Example: of tokens 0, 3, 5, 6 rank 1 of 2 has 3 and 5, in places 1 and 2.
+        """
+        return [i // self.size for i in token_idx if i % self.size == self.rank]
+
     def gather_home_rows(self, rows: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """Inverse of ``home_rows``: ``[num_tokens, ...]`` on every rank; without tokens nothing travels."""
         if self.size == 1 or num_tokens == 0:

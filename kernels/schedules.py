@@ -42,6 +42,7 @@ class Control(StrEnum):
     BATCH_ATTENTION = "batch-attention"  # KV chunk length chosen from the number of rows
     BATCH_NOISE = "batch-noise"  # sampling noise keyed by the row's place in the batch
     PREFIX_COLLISION = "prefix-collision"  # cached prefixes told apart by their lengths, not by their tokens
+    DRAFT_BONUS = "draft-bonus"  # the token after accepted drafts taken from the last draft's row
 
 
 _control = Control.NONE

@@ -32,6 +32,7 @@ from moe_runtime.engine.backend import (
     plan_deployment,
     start_engine,
 )
+from moe_runtime.engine.draft_model import load_draft, plan_draft
 from moe_runtime.engine.engine import Engine
 from moe_runtime.engine.follower import Follower
 from moe_runtime.engine.kv_cache import kv_block_bytes
@@ -63,7 +64,7 @@ from moe_runtime.launch.progress import progress_bar
 from moe_runtime.launch.rank_service import RankService
 from moe_runtime.launch.rank_watch import RankWatch
 from moe_runtime.launch.step_clock import StepClock
-from moe_runtime.planner.memory import check_fit, rank_memory
+from moe_runtime.planner.memory import check_fit, draft_memory, rank_memory
 from moe_runtime.server.config import ServerConfig
 
 __all__ = ["main"]
@@ -184,7 +185,9 @@ def _plan(config: ServeConfig, group: RankGroup) -> ModelPlan:
     plan: ModelPlan | None = None
     try:
         plan = plan_model(config.engine, group)
-        greeting = _Greeting(identity=f"{plan.fingerprint} {config.engine}")
+        draft = plan_draft(plan, config.engine)
+        drafting = "" if draft is None else f" drafts {draft.fingerprint}"
+        greeting = _Greeting(identity=f"{plan.fingerprint}{drafting} {config.engine}")
     except ValueError as error:  # CheckpointError is one
         greeting = _Greeting(fault=str(error))
     greetings = [
@@ -232,8 +235,11 @@ def _serve(
         logger.info("dispatcher %s: %s", transport.name, transport.reason)
         if tensor_parallel.size > 1:
             logger.info("tensor parallelism %s: %s", tensor_parallel.transport, tensor_parallel.reason)
+        if config.engine.speculation != "off":
+            drafts = config.engine.most_drafts
+            logger.info("speculation %s: at most %d drafts a step", config.engine.speculation, drafts)
     try:
-        all_or_none(group, lambda: _check_memory(plan, deployment.num_kv_blocks, group, config.engine.tp))
+        all_or_none(group, lambda: _check_memory(plan, deployment, group, config.engine.tp))
         with progress_bar("loading weights", shown=group.rank == 0) as on_progress:
             model = load_model(
                 plan,
@@ -243,6 +249,7 @@ def _serve(
                 transport=transport.name,
                 tensor_parallel=tensor_parallel,
             )
+        draft = load_draft(deployment.draft, config.engine, model)
         mover = open_mover(model, config.engine, group)
         if needs_control_group(config.engine, plan.device.type):
             control = open_control_group(group)
@@ -255,6 +262,7 @@ def _serve(
                 on_capture=on_capture,
                 mover=mover,
                 control=control,
+                draft=draft,
             )
         if config.http.kv_events:
             engine.report_kv_events()
@@ -312,13 +320,13 @@ def _numbers(engine: Engine | Follower) -> str:
     )
 
 
-def _check_memory(plan: ModelPlan, num_blocks: int, group: RankGroup, tp: int) -> None:
+def _check_memory(plan: ModelPlan, deployment: Deployment, group: RankGroup, tp: int) -> None:
     """Refuse before loading what this host cannot hold; its first rank speaks for all of them."""
     local_size = group.size if group.local_size is None else group.local_size
     local_rank = group.rank if group.local_rank is None else group.local_rank
     if local_rank != 0 or plan.device.type != "cpu":
         return
-    first = group.rank
+    first, num_blocks = group.rank, deployment.num_kv_blocks
     block_bytes = kv_block_bytes(plan.config, plan.torch_dtype, tp)
     ranks = [
         rank_memory(
@@ -333,6 +341,12 @@ def _check_memory(plan: ModelPlan, num_blocks: int, group: RankGroup, tp: int) -
         for rank in range(first, first + local_size)
     ]
     own = ranks[group.rank - first]
+    if deployment.draft is not None:
+        ranks += [
+            draft_memory(deployment.draft, num_blocks)
+            for rank in range(first, first + local_size)
+            if rank % tp == 0
+        ]
     check_fit(ranks, _available_bytes())
     logger.info(
         "rank %d: %.1f MiB of weights, %.1f MiB of KV cache (%d blocks)",
@@ -404,6 +418,8 @@ def _server_config(
             "resolved": {
                 "kv_cache_blocks": deployment.num_kv_blocks,
                 "max_model_len": plan.max_model_len,
+                "num_speculative_tokens": config.engine.most_drafts,
+                "draft_model_dir": None if deployment.draft is None else str(deployment.draft.model_dir),
                 "model_dir": str(plan.model_dir),
                 "num_layers": model.num_layers,
                 "moe_layer_ids": list(model.moe_layer_ids),

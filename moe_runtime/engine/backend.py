@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,15 +12,18 @@ from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.transports import EXCHANGE_TIMEOUT_S, TransportName
 from moe_runtime.engine.config import EngineConfig
 from moe_runtime.engine.cpu_runner import CpuRunner
+from moe_runtime.engine.draft_model import DraftModelProposer, plan_draft
 from moe_runtime.engine.engine import Engine
 from moe_runtime.engine.expert_mover import ExpertMover
 from moe_runtime.engine.follower import Follower
-from moe_runtime.engine.kv_cache import KVCache, default_num_blocks, gpu_num_blocks
+from moe_runtime.engine.kv_cache import KVCache, default_num_blocks, gpu_num_blocks, kv_block_bytes
 from moe_runtime.engine.model_loader import LoadedModel, ModelPlan
+from moe_runtime.engine.ngram_proposer import NgramProposer
 from moe_runtime.engine.overlap import resolve_overlap
 from moe_runtime.engine.request import RequestLimits
 from moe_runtime.engine.runner import Runner
 from moe_runtime.engine.scheduler import SchedulerConfig
+from moe_runtime.engine.speculative import Speculation
 from moe_runtime.errors import CapacityError
 from moe_runtime.kernels.attention import BLOCK_SIZE
 from moe_runtime.layers.decoder import Decoder
@@ -35,10 +38,12 @@ class Deployment:
     Attributes:
         num_kv_blocks: Blocks of one rank's cache.
         limits: What a request may ask for.
+        draft: The small model that drafts, where there is one; its cache has as many blocks.
     """
 
     num_kv_blocks: int
     limits: RequestLimits
+    draft: ModelPlan | None = None
 
 
 def plan_deployment(
@@ -57,16 +62,23 @@ def plan_deployment(
 
     Raises:
         CapacityError: a GPU has no room for one sequence of full length; on all ranks alike.
+        ValueError: the draft model does not fit the model.
     """
+    draft = plan_draft(plan, config)
     num_blocks = config.kv_cache_blocks
     if num_blocks is None and plan.device.type == "cuda":
         ranks = group or RankGroup()
-        num_blocks = all_or_none(ranks, lambda: gpu_num_blocks(plan, config, ranks.size, transport))
+        num_blocks = all_or_none(ranks, lambda: gpu_num_blocks(plan, config, ranks.size, transport, draft))
         # Requests have one limit, whichever rank serves them.
         num_blocks = int(ranks.all_gather(torch.tensor([num_blocks])).min())
     if num_blocks is None:
         num_blocks = default_num_blocks(
-            plan.config, plan.torch_dtype, config.max_num_seqs, plan.max_model_len, config.tp
+            plan.config,
+            plan.torch_dtype,
+            config.max_num_seqs,
+            plan.max_model_len,
+            config.tp,
+            0 if draft is None else kv_block_bytes(draft.config, draft.torch_dtype),
         )
     limits = RequestLimits(
         vocab_size=plan.config.vocab_size,
@@ -74,7 +86,7 @@ def plan_deployment(
         max_kv_tokens=num_blocks * BLOCK_SIZE,
         eos_token_ids=plan.config.eos_token_ids,
     )
-    return Deployment(num_kv_blocks=num_blocks, limits=limits)
+    return Deployment(num_kv_blocks=num_blocks, limits=limits, draft=draft)
 
 
 def start_engine(
@@ -86,6 +98,7 @@ def start_engine(
     on_capture: Callable[[int, int], None] | None = None,
     mover: ExpertMover | None = None,
     control: RankGroup | None = None,
+    draft: LoadedModel | None = None,
 ) -> Engine | Follower:
     """An engine around loaded weights; a follower on all ranks of a tensor-parallel group but the first. A collective.
 
@@ -97,11 +110,15 @@ def start_engine(
         on_capture: Told (CUDA graphs captured, in total); None captures them when first needed.
         mover: From ``open_mover``.
         control: From ``open_control_group``, where ``needs_control_group``.
+        draft: From ``load_draft``.
 
     Raises:
         CapacityError: memory ran out somewhere; on all ranks alike, and the decoder is as before.
     """
     runner = _runner(model, deployment, config, group, on_capture)
+    speculation = None
+    if config.speculation != "off":
+        speculation = all_or_none(group, lambda: _speculation(draft, deployment, config, on_capture))
     if mover is not None:
         mover.attach(runner.expert_load)
     tensor_parallel = model.tensor_parallel
@@ -119,6 +136,7 @@ def start_engine(
         mover,
         control,
         prefix_cache=config.prefix_cache,
+        speculation=speculation,
     )
 
 
@@ -133,6 +151,26 @@ def exchange_buffer_bytes(model: LoadedModel, group: RankGroup) -> int:
     if isinstance(model.decoder, Decoder):
         return 0 if group.links is None else group.links.num_buffer_bytes
     return model.decoder.experts.num_bytes + model.decoder.shard_sum.num_bytes
+
+
+def _speculation(
+    draft: LoadedModel | None,
+    deployment: Deployment,
+    config: EngineConfig,
+    on_capture: Callable[[int, int], None] | None,
+) -> Speculation | None:
+    """What drafts on this rank; None where it only follows. No collective."""
+    if config.speculation == "ngram":
+        return Speculation(NgramProposer(), config.most_drafts)
+    if draft is None:
+        return None
+    proposer = DraftModelProposer(
+        _runner(draft, deployment, replace(config, overlap="off"), RankGroup(), on_capture),
+        deployment.num_kv_blocks,
+        draft.plan.max_model_len,
+        config.max_num_batched_tokens,
+    )
+    return Speculation(proposer, config.most_drafts)
 
 
 def _runner(
@@ -161,6 +199,7 @@ def _runner(
             config.max_num_seqs,
             plan.max_model_len,
             use_graphs=not config.enforce_eager and decoder.experts.capturable,
+            drafts=config.speculation != "off",
             check_peers=None if group.watch is None else group.watch.check_peers,
             timeout_s=EXCHANGE_TIMEOUT_S if group.size > 1 else None,
             load_window_steps=config.load_window_steps,

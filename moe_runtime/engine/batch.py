@@ -11,6 +11,7 @@ from moe_runtime.engine.scheduler import ScheduledChunk
 from moe_runtime.engine.sequence import Sequence
 from moe_runtime.engine.step_plan import StepPlan
 from moe_runtime.kernels.attention import BLOCK_SIZE, make_attention_plan
+from moe_runtime.kernels.logit_rules import RowRules
 from moe_runtime.layers.decoder import ForwardInput
 
 __all__ = [
@@ -32,11 +33,31 @@ class LogitsRow:
         token_idx: Row of the step's hidden states.
         sequence: Whose token it is.
         prompt_position: Prompt token that the row scores, or None where the row chooses the next token.
+        draft_ids: Drafts between the sequence's last token and the one that the row chooses; its choice counts only if
+            they are what the rows before it chose (engine/speculative.py).
+        is_verify: Whether other rows of the step choose tokens of the same sequence.
     """
 
     token_idx: int
     sequence: Sequence
     prompt_position: int | None
+    draft_ids: tuple[int, ...] = ()
+    is_verify: bool = False
+
+    @property
+    def position(self) -> int:
+        """Absolute position of the token that the row chooses."""
+        return self.sequence.num_tokens + len(self.draft_ids)
+
+    @property
+    def last_token_id(self) -> int:
+        """The token before it, ``UNKNOWN_TOKEN`` where a step under way is choosing it."""
+        return self.draft_ids[-1] if self.draft_ids else self.sequence.token_ids[-1]
+
+    @property
+    def rules(self) -> RowRules | None:
+        """What to do to the row's logits, as if its drafts were part of the sequence; None for nothing."""
+        return self.sequence.rules_after(self.draft_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +92,8 @@ def plan_step(chunks: SequenceOf[ScheduledChunk], rows: SequenceOf[LogitsRow]) -
     token_ids: list[int] = []
     for chunk in chunks:
         start = chunk.sequence.num_computed_tokens
-        token_ids.extend(chunk.sequence.token_ids[start : start + chunk.num_tokens])
+        token_ids.extend(chunk.sequence.token_ids[start : start + chunk.num_known_tokens])
+        token_ids.extend(chunk.draft_ids)
     return StepPlan(
         token_ids=token_ids,
         query_lens=[chunk.num_tokens for chunk in chunks],
@@ -79,6 +101,7 @@ def plan_step(chunks: SequenceOf[ScheduledChunk], rows: SequenceOf[LogitsRow]) -
         block_tables=[chunk.sequence.block_ids for chunk in chunks],
         row_token_idx=[row.token_idx for row in rows],
         wants_routing=any(chunk.sequence.params.return_routed_experts for chunk in chunks),
+        has_drafts=any(chunk.draft_ids for chunk in chunks),
     )
 
 
@@ -110,9 +133,13 @@ def wanted_rows(chunks: SequenceOf[ScheduledChunk]) -> list[LogitsRow]:
         sequence = chunk.sequence
         if sequence.wants_prompt_logprobs:
             rows += _scoring_rows(chunk, first_token_idx)
-        first_token_idx += chunk.num_tokens
         if chunk.reaches_end and sequence.max_tokens > 0:
-            rows.append(LogitsRow(first_token_idx - 1, sequence, None))
+            last_token_idx, drafts = first_token_idx + chunk.num_known_tokens - 1, chunk.draft_ids
+            rows += [
+                LogitsRow(last_token_idx + i, sequence, None, drafts[:i], bool(drafts))
+                for i in range(len(drafts) + 1)
+            ]
+        first_token_idx += chunk.num_tokens
     return rows
 
 
@@ -131,5 +158,5 @@ def _scoring_rows(chunk: ScheduledChunk, first_token_idx: int) -> list[LogitsRow
     """The token at position p - 1 scores the prompt token p; those scored before a preemption are kept."""
     sequence, start = chunk.sequence, chunk.sequence.num_computed_tokens
     first = max(len(sequence.prompt_logprobs), start + 1, 1)
-    last = min(start + chunk.num_tokens, sequence.num_prompt_tokens - 1)
+    last = min(start + chunk.num_known_tokens, sequence.num_prompt_tokens - 1)
     return [LogitsRow(first_token_idx + p - 1 - start, sequence, p) for p in range(first, last + 1)]

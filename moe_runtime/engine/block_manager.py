@@ -134,6 +134,15 @@ class BlockManager:
             self.cache.insert(sequence.block_ids[block_idx], digest, parent, token_ids)
             sequence.num_named_blocks = block_idx + 1
 
+    def trim(self, sequence: Sequence) -> None:
+        """Take back the blocks past the sequence's tokens, which drafts were given. None has a name."""
+        while len(sequence.block_ids) > self.num_blocks_for(sequence.num_tokens):
+            block = sequence.block_ids.pop()
+            assert self._num_holders[block] == 1, "another sequence holds the block"
+            assert block not in self.cache, "the block holds known tokens"
+            self._num_holders[block] = 0
+            self._free.append(block)
+
     def free(self, sequence: Sequence) -> None:
         """Take back all blocks of the sequence; those with names stay to be found, the first ones for longest."""
         for block in reversed(sequence.block_ids):

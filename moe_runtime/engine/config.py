@@ -8,7 +8,10 @@ from typing import Literal
 from moe_runtime.engine.request import SEED_MAX, SEED_MIN
 from moe_runtime.eplb.load_window import NUM_BUCKETS
 
-__all__ = ["EngineConfig"]
+__all__ = ["MAX_SPECULATIVE_TOKENS", "EngineConfig"]
+
+MAX_SPECULATIVE_TOKENS = 16
+DEFAULT_SPECULATIVE_TOKENS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +56,11 @@ class EngineConfig:
             multiple of 16.
         rearrange_target: Balancedness (mean over peak load of the ranks) that a move reaches in each layer where it
             can, in (0, 1]; layers that have it stay.
+        speculation: Where several tokens of a sequence may come from one step: ``ngram`` drafts what followed the same
+            tokens before, ``draft`` asks a small model. Every draft is checked by this model, so that no bit changes.
+        num_speculative_tokens: Most drafts of a sequence in a step, in [1, 16]; by default 4.
+        draft_model: The small model of ``speculation draft``, as ``model``: of the same vocabulary. Each rank that
+            samples holds all of it.
         seed: Seeds dummy weights, and the seeds given to requests that bring none; by default those are random.
     """
 
@@ -78,6 +86,9 @@ class EngineConfig:
     rearrange_interval: int = 0
     load_window_steps: int = 1024
     rearrange_target: float = 0.95
+    speculation: Literal["off", "ngram", "draft"] = "off"
+    num_speculative_tokens: int | None = None
+    draft_model: str | None = None
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -102,6 +113,7 @@ class EngineConfig:
             )
         if not 0.001 <= self.rearrange_target <= 1:
             raise ValueError(f"rearrange_target ({self.rearrange_target}) must be in [0.001, 1]")
+        self._check_speculation()
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization ({self.gpu_memory_utilization}) must be in (0, 1]")
         if self.seed is not None and not SEED_MIN <= self.seed <= SEED_MAX:
@@ -110,4 +122,23 @@ class EngineConfig:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}), or running sequences could starve"
+            )
+
+    @property
+    def most_drafts(self) -> int:
+        """Most drafts of a sequence in a step."""
+        if self.speculation == "off":
+            return 0
+        return self.num_speculative_tokens or DEFAULT_SPECULATIVE_TOKENS
+
+    def _check_speculation(self) -> None:
+        num = self.num_speculative_tokens
+        if num is not None and self.speculation == "off":
+            raise ValueError(f"num_speculative_tokens ({num}) must be left out with speculation (off)")
+        if num is not None and not 1 <= num <= MAX_SPECULATIVE_TOKENS:
+            raise ValueError(f"num_speculative_tokens ({num}) must be in [1, {MAX_SPECULATIVE_TOKENS}]")
+        if (self.draft_model is not None) != (self.speculation == "draft"):
+            rule = "be given" if self.speculation == "draft" else "be left out"
+            raise ValueError(
+                f"draft_model ({self.draft_model}) must {rule} with speculation ({self.speculation})"
             )

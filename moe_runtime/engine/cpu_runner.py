@@ -60,6 +60,7 @@ class CpuRunner(Runner):
             len(config.moe_layer_ids), config.num_experts, load_window_steps, settle=self.settle
         )
         self._before: tuple[Job[_Results], SequenceOf[LogitsRow]] | None = None
+        self._last_routing = torch.empty(0, 0, 0, dtype=torch.int16)
 
     def launch(
         self, chunks: SequenceOf[ScheduledChunk], tokens_per_rank: SequenceOf[int], *, is_decode: bool
@@ -100,6 +101,12 @@ class CpuRunner(Runner):
         if plan.wants_routing:
             gather_routing(routing, hidden.shape[0], self.decoder.tensor_parallel)
 
+    def uncount(self, token_idx: SequenceOf[int]) -> None:
+        """See ``Runner.uncount``."""
+        home = self.decoder.tensor_parallel.home_places(token_idx)
+        if home:
+            self.expert_load.add(self._last_routing[:, torch.tensor(home)], sign=-1)
+
     def settle(self) -> None:
         """See ``Runner.settle``."""
         if self.thread is not None:
@@ -136,6 +143,7 @@ class CpuRunner(Runner):
         )
         hidden = self.decoder.forward(forward, self.kv_cache.layers, routing)
         self.expert_load.add(routing)
+        self._last_routing = routing
         return hidden, routing
 
     def _routed(self, routing: torch.Tensor, num_tokens: int, wanted: SequenceOf[int]) -> RoutedExperts:

@@ -25,7 +25,9 @@ from moe_runtime.engine.routing_rows import compact_routing, gather_routing
 from moe_runtime.engine.runner import LaunchedStep, Runner
 from moe_runtime.engine.sampler import ScoredRow, given_token, num_logprobs, row_sampling
 from moe_runtime.engine.scheduler import ScheduledChunk
-from moe_runtime.engine.sequence import UNKNOWN_TOKEN, Sequence
+from moe_runtime.engine.sequence import UNKNOWN_TOKEN
+from moe_runtime.engine.sequence_slots import SequenceSlots
+from moe_runtime.engine.speculative import MOST_ROWS
 from moe_runtime.engine.step_plan import StepPlan
 from moe_runtime.kernels.attention import BLOCK_SIZE
 from moe_runtime.kernels.attention_tiles import make_row_tiles
@@ -57,6 +59,7 @@ class CudaRunner(Runner):
         max_num_seqs: Most sequences that run at once.
         max_model_len: Longest context, in tokens.
         use_graphs: Capture decode steps; else launch them kernel by kernel.
+        drafts: Steps may have drafts.
         check_peers: Raises ``PeerError`` where another rank has gone or stalled: the device would wait for it for good.
         timeout_s: Of a wait for a step, after which ``PeerError`` is raised; none where no step waits for another rank.
         load_window_steps: Steps of the window of expert load.
@@ -71,6 +74,7 @@ class CudaRunner(Runner):
         max_num_seqs: int,
         max_model_len: int,
         use_graphs: bool,
+        drafts: bool = False,
         check_peers: Callable[[], None] | None = None,
         timeout_s: float | None = None,
         load_window_steps: int = DEFAULT_WINDOW_STEPS,
@@ -91,8 +95,9 @@ class CudaRunner(Runner):
             for _ in range(config.num_layers)
         ]
         self.max_blocks = -(-max_model_len // BLOCK_SIZE)
-        self.largest_decode = min(MAX_DECODE_ROWS, max(max_num_seqs, 1))
-        self._slots = _SequenceSlots(2 * max_num_seqs)
+        self.drafts = drafts
+        self.largest_decode = min(MAX_DECODE_ROWS, max(max_num_seqs, MOST_ROWS if drafts else 1))
+        self._slots = SequenceSlots(2 * max_num_seqs)
         self.last_token = torch.zeros(2 * max_num_seqs, dtype=torch.int32, device=self.device)
         self._inputs = InputRing(MAX_DECODE_ROWS * (3 + self.max_blocks) + 1, self.device, *self._wait_limits)
         self._decode_inputs = torch.zeros(
@@ -110,7 +115,14 @@ class CudaRunner(Runner):
             return
         buckets = [bucket for bucket in DECODE_BUCKETS if bucket <= self.largest_decode]
         longest = self.max_blocks * BLOCK_SIZE
-        wanted = sorted({(b, self._attention_variant(length, b)) for b in buckets for length in (1, longest)})
+        wanted = sorted(
+            {
+                (b, self._attention_variant(length, b, several_rows=several))
+                for b in buckets
+                for length in (1, longest)
+                for several in ((False, True) if self.drafts and 1 < b <= MOST_ROWS else (False,))
+            }
+        )
         for done, (bucket, variant) in enumerate(wanted):
             if on_progress is not None:
                 on_progress(done, len(wanted))
@@ -135,7 +147,9 @@ class CudaRunner(Runner):
             hidden, token_ids = self._mixed(plan, slots, StepShape.of_tokens(tokens_per_rank))
             routing = self._routing(plan, routed_token_idx(chunks))
             return replace(self._score_hidden(rows, hidden, token_ids), routing=routing)
-        self._decode(plan, [self._slots.slot(chunk.sequence) for chunk in chunks], bucket)
+        # What becomes of drafts is known to the host before the next step is planned.
+        slots = [-1 if row.is_verify else self._slots.slot(row.sequence) for row in rows]
+        self._decode(plan, slots, bucket)
         routing = self._routing(plan, routed_token_idx(chunks))
         if not rows:
             return LaunchedStep(rows, self._nothing_to_collect())
@@ -146,7 +160,7 @@ class CudaRunner(Runner):
     def follow(self, plan: StepPlan, tokens_per_rank: SequenceOf[int], *, is_decode: bool) -> None:
         """See ``Runner.follow``."""
         bucket = self._bucket(tokens_per_rank, is_decode)
-        no_slots = [-1] * len(plan.query_lens)
+        no_slots = [-1] * len(plan.token_ids)
         if bucket is not None:
             self._decode(plan, no_slots, bucket)
             self._routing(plan, [])
@@ -157,6 +171,13 @@ class CudaRunner(Runner):
             index = self._upload(list(plan.row_token_idx[first : first + LOGITS_ROWS]))
             self.decoder.logits(hidden[index])
 
+    @torch.inference_mode()
+    def uncount(self, token_idx: SequenceOf[int]) -> None:
+        """See ``Runner.uncount``; the routing of the step collected last is still in its buffer."""
+        home = self.decoder.tensor_parallel.home_places(token_idx)
+        if home:
+            self.expert_load.take_out(self.decoder.buffers.routing[:, self._upload(home)])
+
     def _bucket(self, tokens_per_rank: SequenceOf[int], is_decode: bool) -> int | None:
         """Rows of the graph that every group of ranks runs; None for the mixed form."""
         tp = self.decoder.tensor_parallel.size
@@ -164,16 +185,17 @@ class CudaRunner(Runner):
         return decode_bucket(most, self.largest_decode) if is_decode else None
 
     def _decode(self, plan: StepPlan, slots: SequenceOf[int], bucket: int) -> None:
-        """One row per chunk; logits and greedy tokens of the rows, in the chunks' order.
+        """A row per token; logits and greedy tokens of the rows, in order.
 
         Args:
             plan: Of the group's step.
-            slots: Where each sequence's newest token is kept and its next one will be.
+            slots: Of each row, where its sequence's newest token is kept and the next one will be, or -1.
             bucket: Rows of the graph.
         """
-        num_rows = len(plan.query_lens)
-        longest = 1 + max(plan.start_positions, default=0)
-        variant = self._attention_variant(longest, bucket)
+        num_rows = len(plan.token_ids)
+        spans = list(zip(plan.start_positions, plan.query_lens, strict=True))
+        longest = max((start + length for start, length in spans), default=1)
+        variant = self._attention_variant(longest, bucket, several_rows=plan.has_drafts)
         self._prepare_graph(bucket, variant)
         size = 1 + bucket * (3 + self.max_blocks)
         host = self._inputs.next(size)
@@ -183,9 +205,11 @@ class CudaRunner(Runner):
         table = table.reshape(bucket, self.max_blocks)
         token_ids[:num_rows] = plan.token_ids
         host_slots[:num_rows] = slots
-        positions[:num_rows] = plan.start_positions
-        for i, blocks in enumerate(plan.block_tables):
-            table[i, : len(blocks)] = blocks
+        at = 0
+        for (start, length), blocks in zip(spans, plan.block_tables, strict=True):
+            positions[at : at + length] = np.arange(start, start + length)
+            table[at : at + length, : len(blocks)] = blocks
+            at += length
         self._inputs.upload(size, self._decode_inputs)
         if self.graphs is not None:
             self.graphs.replay(bucket, variant)
@@ -217,9 +241,11 @@ class CudaRunner(Runner):
 
         return collect
 
-    def _attention_variant(self, longest: int, bucket: int) -> str:
-        """Chunks in programs of their own where contexts are long and rows alone would not fill the GPU."""
-        return "serial" if longest <= TREE.chunk_keys or bucket > self.decoder.max_split_rows else "split"
+    def _attention_variant(self, longest: int, bucket: int, *, several_rows: bool = False) -> str:
+        """Chunks in programs of their own where contexts are long and rows alone would not fill the GPU; keys written
+        ahead where a sequence has several rows."""
+        is_serial = longest <= TREE.chunk_keys or bucket > self.decoder.max_split_rows
+        return ("serial" if is_serial else "split") + (", keys first" if several_rows else "")
 
     def _prepare_graph(self, bucket: int, variant: str) -> None:
         """Capture a graph that is not there yet, on inert inputs; the step's own are uploaded afterwards."""
@@ -239,10 +265,10 @@ class CudaRunner(Runner):
         token_ids, chosen = self._token_ids[:bucket], self.chosen[:bucket]
         pdl = self.decoder.pdl
         resolve_tokens(host_ids, slots, self.last_token, token_ids)
-        schedule = self.decoder.schedules.decode_attention(split=variant == "split")
+        schedule = self.decoder.schedules.decode_attention(split=variant.startswith("split"))
         self.decoder.decode(
             token_ids, positions, table, num_tokens, self.kv_caches, schedule, self.logits[:bucket],
-            rehearse=rehearse,
+            keys_first=variant.endswith("keys first"), rehearse=rehearse,
         )  # fmt: skip
         greedy(self.logits[:bucket], chosen, pdl=pdl)
         record_tokens(chosen, slots, self.last_token, pdl=pdl)
@@ -362,7 +388,7 @@ class CudaRunner(Runner):
         num_rows = len(rows)
         given = [given_token(row) for row in rows]
         free = [i for i, token in enumerate(given) if token is None]
-        rules = {i: rule for i in free if (rule := rows[i].sequence.rules) is not None}
+        rules = {i: rule for i in free if (rule := rows[i].rules) is not None}
         is_greedy = all(rows[i].sequence.params.temperature == 0 for i in free if i not in rules)
         chosen = self.chosen[:num_rows]
         if rules:
@@ -427,7 +453,10 @@ class CudaRunner(Runner):
         if any(token is not None for token in given):
             fixed = self._upload([-1 if t is None else t for t in given])
             chosen = torch.where(fixed >= 0, fixed, chosen)
-        slots = [-1 if row.prompt_position is not None else self._slots.slot(row.sequence) for row in rows]
+        slots = [
+            -1 if row.prompt_position is not None or row.is_verify else self._slots.slot(row.sequence)
+            for row in rows
+        ]
         record_tokens(chosen, self._upload(slots), self.last_token)
         return chosen
 
@@ -454,33 +483,3 @@ class CudaRunner(Runner):
         """``[len]`` int32 on the device, copied without waiting for the device's work."""
         host = torch.tensor(values, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         return host.to(self.device, non_blocking=True)
-
-
-class _SequenceSlots:
-    """Where in ``last_token`` a sequence's newest token is.
-
-    A step reads what the step before recorded, so a slot is kept through the step after the last one that used it. Two
-    steps of at most ``max_num_seqs`` sequences therefore never need more than ``2 * max_num_seqs`` slots, and nobody's
-    slot is given away while a step under way, or the one being planned, still writes or reads it.
-    """
-
-    def __init__(self, num_slots: int) -> None:
-        self._free = list(range(num_slots - 1, -1, -1))
-        # By id of the sequence, which is held here so that no other one can have its id.
-        self._last_step: dict[int, tuple[Sequence, int]] = {}
-        self._this_step: dict[int, tuple[Sequence, int]] = {}
-
-    def begin_step(self) -> None:
-        """Take back the slots that the step just planned did not use."""
-        unused = self._last_step.keys() - self._this_step.keys()
-        self._free += sorted((self._last_step[key][1] for key in unused), reverse=True)
-        self._last_step, self._this_step = self._this_step, {}
-
-    def slot(self, sequence: Sequence) -> int:
-        """The sequence's slot in the step being planned."""
-        key = id(sequence)
-        found = self._this_step.get(key) or self._last_step.get(key) or (sequence, -1)
-        if found[1] < 0:
-            found = (sequence, self._free.pop())
-        self._this_step[key] = found
-        return found[1]

@@ -24,12 +24,13 @@ from moe_runtime.engine.block_manager import BlockManager
 from moe_runtime.engine.cache_flush import CacheFlush
 from moe_runtime.engine.expert_mover import ExpertMover
 from moe_runtime.engine.kv_events import BlockEvent
-from moe_runtime.engine.messages import ExpertLoadReport, RankStats, SequenceOutput
+from moe_runtime.engine.messages import ExpertLoadReport, RankStats, SequenceOutput, TokenLogprobs
 from moe_runtime.engine.request import Request
 from moe_runtime.engine.runner import LaunchedStep, Runner
 from moe_runtime.engine.sampler import ScoredRow
 from moe_runtime.engine.scheduler import ScheduledChunk, Scheduler, SchedulerConfig
 from moe_runtime.engine.sequence import UNKNOWN_TOKEN, Sequence
+from moe_runtime.engine.speculative import Speculation, counting_rows
 from moe_runtime.engine.step import StepVector, StepView, exchange_step
 
 __all__ = ["Engine"]
@@ -49,6 +50,7 @@ class Engine:
         control: The ranks by channels that no step uses, where the runner runs steps in a thread
             (comm/control_group.py); by default ``group``.
         prefix_cache: Whether keys and values of equal beginnings are computed once.
+        speculation: Drafts tokens; None for one token per sequence and step.
     """
 
     def __init__(
@@ -62,9 +64,11 @@ class Engine:
         mover: ExpertMover | None = None,
         control: RankGroup | None = None,
         prefix_cache: bool = True,
+        speculation: Speculation | None = None,
     ) -> None:
         self.tensor_parallel = tensor_parallel or TensorParallel()
         self.mover = mover
+        self.speculation = speculation
         assert self.tensor_parallel.is_first, "the other ranks of a group have a Follower"
         self.runner = runner
         self.group = group
@@ -124,6 +128,8 @@ class Engine:
         if not self._may_overlap():
             outputs += self._collect()
         chunks = self.scheduler.schedule()
+        if self.speculation is not None:
+            chunks = self.speculation.extend(chunks, self.scheduler)
         plan = self._plan_for_followers(chunks)
         vector = StepVector(
             num_tokens=sum(chunk.num_tokens for chunk in chunks),
@@ -182,6 +188,7 @@ class Engine:
             num_generation_tokens=self.num_generation_tokens,
             num_computed_tokens=self.num_computed_tokens,
             last_step_ms=self.last_step_ms,
+            speculation=None if self.speculation is None else self.speculation.stats(),
         )
 
     @property
@@ -212,11 +219,15 @@ class Engine:
         """Whether the next step can be planned before the one under way is known.
 
         Blocks must suffice for whatever it schedules: a preempted sequence is recomputed from its token ids, so they
-        have to be known.
+        have to be known. So must be what becomes of drafts, and the tokens that drafts are to follow.
         """
         if not self.runner.overlaps or self._under_way is None:
             return False
         scheduler = self.scheduler
+        if self._under_way.has_drafts:
+            return False
+        if self.speculation is not None and self.speculation.wants_tokens(scheduler.running):
+            return False
         most_new_blocks = len(scheduler.running) + BlockManager.num_blocks_for(
             scheduler.config.max_num_batched_tokens
         )
@@ -227,28 +238,58 @@ class Engine:
         step, self._under_way = self._under_way, None
         if step is None:
             return []
-        chosen: dict[int, ScoredRow] = {}
+        chosen: dict[int, list[ScoredRow]] = {}
         for row, result in zip(step.launched.rows, step.launched.collect(), strict=True):
             if row.prompt_position is None:
-                chosen[id(row.sequence)] = result
+                chosen.setdefault(id(row.sequence), []).append(result)
             else:
                 if not row.sequence.prompt_logprobs:
                     row.sequence.prompt_logprobs.append(None)
                 row.sequence.prompt_logprobs.append(result.logprobs)
-        if step.launched.routing is not None:
-            routed = step.launched.routing()
-            for chunk in step.chunks:
-                if chunk.sequence.params.return_routed_experts:
-                    chunk.sequence.add_routing(chunk.first_position, routed.first(chunk.num_tokens))
-                    routed = routed.after(chunk.num_tokens)
-        return [
-            self._advance(chunk, chosen.get(id(chunk.sequence)))
-            for chunk in step.chunks
-            if chunk.reached_end and not chunk.sequence.is_finished
-        ]
+        routed = None if step.launched.routing is None else step.launched.routing()
+        outputs: list[SequenceOutput] = []
+        unused: list[int] = []  # rows of the step that leave nothing
+        first_token_idx = 0
+        for chunk in step.chunks:
+            sequence, ending = chunk.sequence, _Ending()
+            results: list[ScoredRow] = []
+            is_due = chunk.reached_end and not sequence.is_finished
+            if is_due and sequence.max_tokens:
+                results, ending = self._kept(chunk, chosen[id(sequence)])
+            num_run = chunk.num_tokens - len(chunk.draft_ids) + max(len(results) - 1, 0)
+            unused += range(first_token_idx + num_run, first_token_idx + chunk.num_tokens)
+            first_token_idx += chunk.num_tokens
+            if routed is not None and sequence.params.return_routed_experts:
+                sequence.add_routing(chunk.first_position, routed.first(num_run))
+                routed = routed.after(chunk.num_tokens)
+            if is_due:
+                outputs.append(self._advance(chunk, results, ending))
+        if step.has_drafts:
+            self._forget_rows(unused, first_token_idx)
+        return outputs
 
-    def _advance(self, chunk: _ChunkUnderWay, result: ScoredRow | None) -> SequenceOutput:
-        """Take a chosen token into its sequence."""
+    def _kept(self, chunk: _ChunkUnderWay, results: list[ScoredRow]) -> tuple[list[ScoredRow], _Ending]:
+        """Rows whose tokens are output, up to one that ends the sequence, and how it ended."""
+        ending = _Ending()
+        kept: list[ScoredRow] = []
+        first = chunk.output_position + 1 - chunk.sequence.num_prompt_tokens
+        for num_output_tokens, result in enumerate(counting_rows(chunk.draft_ids, results), first):
+            kept.append(result)
+            ending = self._ending(chunk.sequence, result.token_id, num_output_tokens)
+            if ending.finish_reason is not None:
+                break
+        return kept, ending
+
+    def _forget_rows(self, token_idx: list[int], num_tokens: int) -> None:
+        """Uncount rows of the step just collected, on all ranks of the group: a collective of it."""
+        if self.tensor_parallel.size > 1:
+            is_unused = torch.zeros(num_tokens, dtype=torch.int64)
+            is_unused[token_idx] = 1
+            self.tensor_parallel.broadcast(is_unused, num_tokens)
+        self.runner.uncount(token_idx)
+
+    def _advance(self, chunk: _ChunkUnderWay, results: list[ScoredRow], ending: _Ending) -> SequenceOutput:
+        """Take chosen tokens into their sequence; none where it generates nothing and its prompt has run."""
         sequence = chunk.sequence
         prompt_logprobs, num_cached_tokens = None, 0
         if chunk.output_position == sequence.num_prompt_tokens:
@@ -256,7 +297,7 @@ class Engine:
             self.num_prompt_tokens += sequence.num_prompt_tokens
             if sequence.wants_prompt_logprobs:
                 prompt_logprobs = tuple(sequence.prompt_logprobs or [None])
-        if result is None:
+        if not results:
             self.scheduler.finish(sequence)
             return SequenceOutput(
                 sequence.request_id,
@@ -266,36 +307,52 @@ class Engine:
                 routed_experts=sequence.take_routing(),
                 num_cached_tokens=num_cached_tokens,
             )
-        sequence.token_ids[chunk.output_position] = result.token_id
-        self.num_generation_tokens += 1
-        num_output_tokens = chunk.output_position + 1 - sequence.num_prompt_tokens
-        finish_reason, stop_reason = self._finish_reason(sequence, result.token_id, num_output_tokens)
-        if finish_reason is not None:
+        token_ids = tuple(result.token_id for result in results)
+        # In place of the one placeholder; a step that was planned since has put its own behind it.
+        sequence.token_ids[chunk.output_position : chunk.output_position + 1] = token_ids
+        self.num_generation_tokens += len(token_ids)
+        if ending.finish_reason is not None:
             self.scheduler.finish(sequence)
+        if chunk.draft_ids:
+            assert self.speculation is not None, "there are drafts"
+            num_accepted = len(token_ids) - 1
+            sequence.num_computed_tokens += num_accepted
+            self.speculation.took(sequence, len(chunk.draft_ids), num_accepted, self.scheduler)
         return SequenceOutput(
             request_id=sequence.request_id,
             choice_idx=sequence.choice_idx,
-            token_ids=(result.token_id,),
-            logprobs=None if result.logprobs is None else (result.logprobs,),
+            token_ids=token_ids,
+            logprobs=_logprobs(results),
             prompt_logprobs=prompt_logprobs,
-            finish_reason=finish_reason,
-            stop_reason=stop_reason,
+            finish_reason=ending.finish_reason,
+            stop_reason=ending.stop_reason,
             routed_experts=sequence.take_routing(),
             num_cached_tokens=num_cached_tokens,
         )
 
-    def _finish_reason(
-        self, sequence: Sequence, token_id: int, num_output_tokens: int
-    ) -> tuple[str | None, int | None]:
+    def _ending(self, sequence: Sequence, token_id: int, num_output_tokens: int) -> _Ending:
+        """Whether a token ends its sequence, whose output has ``num_output_tokens`` tokens with it."""
         params = sequence.params
         if params.forced_token_ids is None and num_output_tokens > params.min_tokens:
             if not params.ignore_eos and token_id in self.eos_token_ids:
-                return "stop", None
+                return _Ending("stop")
             if token_id in params.stop_token_ids:
-                return "stop", token_id
-        if num_output_tokens >= sequence.max_tokens:
-            return "length", None
-        return None, None
+                return _Ending("stop", token_id)
+        return _Ending("length" if num_output_tokens >= sequence.max_tokens else None)
+
+
+def _logprobs(results: list[ScoredRow]) -> tuple[TokenLogprobs, ...] | None:
+    entries = tuple(result.logprobs for result in results if result.logprobs is not None)
+    assert len(entries) in (0, len(results)), "a sequence wants logprobs or not"
+    return entries or None
+
+
+@dataclass(frozen=True, slots=True)
+class _Ending:
+    """How a sequence ended; no finish reason where it goes on."""
+
+    finish_reason: str | None = None
+    stop_reason: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,9 +362,10 @@ class _ChunkUnderWay:
     Attributes:
         sequence: Whose chunk.
         first_position: Of its first token.
-        num_tokens: Its tokens.
+        num_tokens: Its rows.
         reached_end: Whether the sequence's last token was in it.
-        output_position: Where the token it chooses stands in the sequence.
+        output_position: Where the token it chooses stands in the sequence; the first of them where there are drafts.
+        draft_ids: Its last rows.
     """
 
     sequence: Sequence
@@ -315,14 +373,17 @@ class _ChunkUnderWay:
     num_tokens: int
     reached_end: bool
     output_position: int
+    draft_ids: tuple[int, ...] = ()
 
     @classmethod
     def start(cls, chunk: ScheduledChunk) -> _ChunkUnderWay:
-        """Move the sequence to its state after the step, but for the token's value."""
+        """Move the sequence to its state after the step, but for the token's value, and as if no draft were right."""
         sequence = chunk.sequence
         start = sequence.num_computed_tokens
-        under_way = cls(sequence, start, chunk.num_tokens, chunk.reaches_end, sequence.num_tokens)
-        sequence.num_computed_tokens += chunk.num_tokens
+        under_way = cls(
+            sequence, start, chunk.num_tokens, chunk.reaches_end, sequence.num_tokens, chunk.draft_ids
+        )
+        sequence.num_computed_tokens += chunk.num_known_tokens
         if under_way.reached_end and sequence.max_tokens > 0:
             forced = sequence.params.forced_token_ids
             known = UNKNOWN_TOKEN if forced is None else forced[sequence.num_output_tokens]
@@ -336,3 +397,8 @@ class _StepUnderWay:
 
     launched: LaunchedStep
     chunks: list[_ChunkUnderWay]
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether some rows may leave nothing."""
+        return any(chunk.draft_ids for chunk in self.chunks)

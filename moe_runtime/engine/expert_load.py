@@ -141,13 +141,13 @@ class HostExpertLoad(ExpertLoad):
         self._settle = settle
         self._first = (np.arange(num_moe_layers) * num_experts)[:, None]
 
-    def add(self, routing: torch.Tensor) -> None:
-        """Count ``[num_moe_layers, T, K]`` int16, every row a real token's."""
+    def add(self, routing: torch.Tensor, *, sign: int = 1) -> None:
+        """Count ``[num_moe_layers, T, K]`` int16, every row a real token's; with sign -1, what was counted before."""
         num_layers, num_tokens, num_topk = routing.shape
         if num_tokens == 0:
             return
         bins = routing.numpy().reshape(num_layers, num_tokens * num_topk) + self._first
-        self.counts += np.bincount(bins.reshape(-1), minlength=self.counts.shape[0])
+        self.counts += sign * np.bincount(bins.reshape(-1), minlength=self.counts.shape[0])
 
     def _copy(self) -> tuple[torch.Tensor, torch.cuda.Event | None]:
         self._settle()
@@ -176,6 +176,14 @@ class DeviceExpertLoad(ExpertLoad):
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record()
         return host, event
+
+    def take_out(self, routing: torch.Tensor) -> None:
+        """Uncount ``[num_moe_layers, T, K]`` int16, on the device, of rows that a step has counted; no host sync."""
+        from moe_runtime.kernels.expert_count_triton import count_experts  # needs Triton
+
+        counted = torch.zeros_like(self.counts)
+        count_experts(routing.contiguous(), counted)
+        self.counts.sub_(counted)
 
 
 def _add(

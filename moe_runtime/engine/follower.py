@@ -86,6 +86,9 @@ class Follower:
             plan = StepPlan.unpack(self.tensor_parallel.broadcast(None, num_items))
         with self.group.step(), self.tensor_parallel.group.step():
             self.runner.follow(plan, view.tokens_per_rank, is_decode=view.is_decode)
+        if plan.has_drafts:
+            is_unused = self.tensor_parallel.broadcast(None, len(plan.token_ids))
+            self.runner.uncount(is_unused.nonzero().flatten().tolist())
         self.num_steps += 1
         self.num_computed_tokens += len(plan.token_ids)
         self.last_step_ms = (time.perf_counter() - start) * 1e3

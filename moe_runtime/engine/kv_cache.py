@@ -50,17 +50,26 @@ def kv_block_bytes(config: ModelConfig, dtype: torch.dtype, tp: int = 1) -> int:
 
 
 def default_num_blocks(
-    config: ModelConfig, dtype: torch.dtype, max_num_seqs: int, max_model_len: int, tp: int = 1
+    config: ModelConfig,
+    dtype: torch.dtype,
+    max_num_seqs: int,
+    max_model_len: int,
+    tp: int = 1,
+    draft_block_bytes: int = 0,
 ) -> int:
     """Blocks per rank where the user names none: all sequences at full length, or what 256 MiB hold if that is less,
-    and never less than one sequence at full length."""
+    and never less than one sequence at full length. A draft model's cache has as many blocks and counts too."""
     per_sequence = -(-max_model_len // BLOCK_SIZE)
-    affordable = DEFAULT_CACHE_BYTES // kv_block_bytes(config, dtype, tp)
+    affordable = DEFAULT_CACHE_BYTES // (kv_block_bytes(config, dtype, tp) + draft_block_bytes)
     return max(per_sequence, min(max_num_seqs * per_sequence, affordable))
 
 
 def gpu_num_blocks(
-    plan: ModelPlan, config: EngineConfig, num_ranks: int = 1, transport: TransportName = "collective"
+    plan: ModelPlan,
+    config: EngineConfig,
+    num_ranks: int = 1,
+    transport: TransportName = "collective",
+    draft: ModelPlan | None = None,
 ) -> int:
     """Blocks per GPU where the user names none: what is free now, less weights, buffers and a reserve for graphs and
     compiled kernels, and no more than all sequences at full length need.
@@ -70,6 +79,7 @@ def gpu_num_blocks(
         config: Settings.
         num_ranks: Over which the experts are spread.
         transport: What moves rows between them.
+        draft: The draft model, whose weights, buffers and equally many blocks every GPU holds beside the model's.
 
     Raises:
         CapacityError: not even one sequence of full length fits.
@@ -108,12 +118,13 @@ def gpu_num_blocks(
         ),
     )
     per_sequence = -(-plan.max_model_len // BLOCK_SIZE)
+    draft_bytes, draft_block_bytes = (0, 0) if draft is None else _draft_bytes(draft, config)
     num_blocks = kv_blocks_of(
         free_bytes,
         config.gpu_memory_utilization,
-        num_weights * item_bytes,
+        num_weights * item_bytes + draft_bytes,
         buffers,
-        kv_block_bytes(model, plan.torch_dtype, config.tp),
+        kv_block_bytes(model, plan.torch_dtype, config.tp) + draft_block_bytes,
     )
     if num_blocks < per_sequence:
         raise CapacityError(
@@ -123,6 +134,29 @@ def gpu_num_blocks(
             "fits: lower max_model_len or max_num_batched_tokens"
         )
     return int(min(num_blocks, config.max_num_seqs * per_sequence))
+
+
+def _draft_bytes(draft: ModelPlan, config: EngineConfig) -> tuple[int, int]:
+    """A draft model's weights and buffers, all of it on one GPU, and its share of a KV block."""
+    # Both need Triton, which CPU machines may lack.
+    from moe_runtime.kernels.attention_triton import decode_workspace_bytes
+    from moe_runtime.layers.cuda_decoder import max_split_rows
+
+    model, item_bytes = draft.config, draft.torch_dtype.itemsize
+    weights = item_bytes * sum(prod(spec.shape) for spec in tensor_specs(model))
+    buffers = gpu_buffers(
+        buffer_shape(model, item_bytes),
+        max_rows=config.max_num_batched_tokens,
+        num_ranks=1,
+        transport="collective",
+        workspace_bytes=decode_workspace_bytes(
+            max_split_rows(model, draft.device),
+            model.num_attention_heads,
+            model.head_dim,
+            draft.max_model_len,
+        ),
+    )
+    return weights + buffers.total, kv_block_bytes(model, draft.torch_dtype)
 
 
 def buffer_shape(config: ModelConfig, item_bytes: int) -> BufferShape:

@@ -27,6 +27,7 @@ from moe_runtime.comm.transports import open_transport
 from moe_runtime.engine.backend import Deployment, needs_control_group, plan_deployment, start_engine
 from moe_runtime.engine.config import EngineConfig
 from moe_runtime.engine.disturbances import Disturbances, PlannedDisturbances
+from moe_runtime.engine.draft_model import load_draft
 from moe_runtime.engine.engine import Engine
 from moe_runtime.engine.expert_mover import ExpertMover
 from moe_runtime.engine.follower import Follower
@@ -143,6 +144,7 @@ class LLM:
             transport=self.transport.name,
             tensor_parallel=tensor_parallel,
         )
+        self._draft = load_draft(deployment.draft, self.config, self.model)
         try:
             self.tokenizer: Tokenizer | None = Tokenizer.from_dir(plan.model_dir)
         except CheckpointError:
@@ -212,7 +214,13 @@ class LLM:
         if self._control is None and needs_control_group(self.config, self.model.plan.device.type):
             self._control = open_control_group(self.group)
         self._engine = start_engine(
-            self.model, deployment, self.config, self.group, mover=self._mover, control=self._control
+            self.model,
+            deployment,
+            self.config,
+            self.group,
+            mover=self._mover,
+            control=self._control,
+            draft=self._draft,
         )
 
     def reconfigure(

@@ -31,6 +31,7 @@ __all__ = [
     "RearrangementStats",
     "ReportMessage",
     "SequenceOutput",
+    "SpeculationStats",
     "TokenLogprobs",
     "Wake",
     "decode_rank_message",
@@ -181,12 +182,29 @@ class PlacementReport(msgspec.Struct, frozen=True):
     versions: tuple[int, ...]
 
 
+class SpeculationStats(msgspec.Struct, frozen=True):
+    """Drafts of one rank since its start (engine/speculative.py).
+
+    Attributes:
+        num_drafts: Runs of drafts, one per sequence and step.
+        num_draft_tokens: Tokens in them.
+        num_accepted_tokens: Those of them that became output.
+        accepted_per_position: The same by place in the run.
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_position: tuple[int, ...] = ()
+
+
 class RankStats(msgspec.Struct, frozen=True):
     """State of one rank after a step.
 
-    ``num_computed_tokens`` are the rows that ran, those that a preemption made run again included. Free KV blocks
-    include those that the prefix cache keeps for nobody yet; cached ones are all that can be found again. Queries and
-    hits of the prefix cache count tokens (block_manager.py).
+    ``num_computed_tokens`` are the rows that ran, drafts and those that a preemption made run again included. Free KV
+    blocks include those that the prefix cache keeps for nobody yet; cached ones are all that can be found again.
+    Queries and hits of the prefix cache count tokens (block_manager.py). ``speculation`` is None where nothing is
+    drafted.
     """
 
     num_running: int = 0
@@ -204,6 +222,7 @@ class RankStats(msgspec.Struct, frozen=True):
     num_generation_tokens: int = 0
     num_computed_tokens: int = 0
     last_step_ms: float = 0.0
+    speculation: SpeculationStats | None = None
 
 
 class RankReady(msgspec.Struct, frozen=True, tag="ready"):

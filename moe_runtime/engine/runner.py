@@ -63,6 +63,14 @@ class Runner(ABC):
         """Wait until no launched step still uses the weights, where nothing else keeps the order (a device does)."""
 
     @abstractmethod
+    def uncount(self, token_idx: SequenceOf[int]) -> None:
+        """Take rows of the step collected last out of ``expert_load``: drafts that were wrong. No collective.
+
+        Args:
+            token_idx: Rows of the group's step; those at home on another rank are left to it.
+        """
+
+    @abstractmethod
     def follow(self, plan: StepPlan, tokens_per_rank: SequenceOf[int], *, is_decode: bool) -> None:
         """Run the step that the first rank of the tensor-parallel group launches; as collective as ``launch``.
 

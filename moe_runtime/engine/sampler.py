@@ -73,7 +73,7 @@ def plan_choices(rows: SequenceOf[LogitsRow]) -> list[RowChoice]:
                 token_idx=row.token_idx,
                 given=given,
                 sampling=row_sampling(row, i) if is_free else None,
-                rules=row.sequence.rules if is_free else None,
+                rules=row.rules if is_free else None,
                 num_logprobs=num_logprobs(row),
             )
         )
@@ -149,7 +149,7 @@ def given_token(row: LogitsRow) -> int | None:
 def row_sampling(row: LogitsRow, row_idx: int) -> RowSampling:
     """How a row's token is sampled; ``row_idx`` matters under a control alone."""
     sequence = row.sequence
-    position = sequence.num_tokens
+    position = row.position
     if active_control() is Control.BATCH_NOISE:
         position += row_idx
     params = sequence.params

@@ -44,21 +44,33 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledChunk:
-    """The next ``num_tokens`` uncomputed tokens of a sequence."""
+    """The next uncomputed tokens of a sequence, and drafts of those that follow (engine/speculative.py).
+
+    Attributes:
+        sequence: Whose chunk.
+        num_tokens: Rows that run, drafts included.
+        draft_ids: Drafts, after the sequence's last token.
+    """
 
     sequence: Sequence
     num_tokens: int
+    draft_ids: tuple[int, ...] = ()
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Rows of the sequence's own tokens."""
+        return self.num_tokens - len(self.draft_ids)
 
     @property
     def reaches_end(self) -> bool:
         """Whether the sequence's last token is in the chunk, so that the next one can be chosen."""
         sequence = self.sequence
-        return self.num_tokens == len(sequence.token_ids) - sequence.num_computed_tokens
+        return self.num_known_tokens == len(sequence.token_ids) - sequence.num_computed_tokens
 
     @property
     def is_decode(self) -> bool:
-        """One token, after which the next is chosen and nothing else is wanted."""
-        return self.num_tokens == 1 and self.reaches_end and self.sequence.max_tokens > 0
+        """One token, and maybe drafts, after each of which one is chosen and nothing else is wanted."""
+        return self.num_known_tokens == 1 and self.reaches_end and self.sequence.max_tokens > 0
 
 
 class Scheduler:

@@ -123,7 +123,7 @@ class Sequence:
         new, self._new_routing = self._new_routing, []
         return join_routed_experts(new) if new else None
 
-    @property
-    def rules(self) -> RowRules | None:
-        """What to do to the logits that choose the next token; None for nothing. Follows from the tokens alone."""
-        return None if self._rules is None else self._rules.after(self.token_ids)
+    def rules_after(self, draft_ids: tuple[int, ...] = ()) -> RowRules | None:
+        """What to do to the logits that choose the token after ``draft_ids``, which follow the tokens so far; None for
+        nothing. Follows from the tokens alone."""
+        return None if self._rules is None else self._rules.after([*self.token_ids, *draft_ids])

@@ -4,8 +4,8 @@ The group's first rank schedules; it sends its plan to the others between the st
 length, and the forward pass. They hold no sequences, only the cache blocks that the plan names.
 
 Example: a chunk of two tokens 7, 8 from position 64 on, in blocks 5 and 2, whose last token's logits are wanted, is
-``[1, 2, 1, 0, 2, 64, 2, 7, 8, 5, 2, 1]``: one chunk, two tokens, one row, no routing wanted; the chunk's length, start
-and number of blocks; token ids; blocks; rows.
+``[1, 2, 1, 0, 0, 2, 64, 2, 7, 8, 5, 2, 1]``: one chunk, two tokens, one row, no routing wanted, no drafts; the chunk's
+length, start and number of blocks; token ids; blocks; rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 __all__ = ["StepPlan"]
 
-_HEADER = 4
+_HEADER = 5
 _PER_CHUNK = 3
 
 
@@ -32,6 +32,7 @@ class StepPlan:
         block_tables: KV blocks of each chunk's sequence.
         row_token_idx: Tokens of the step whose logits are wanted.
         wants_routing: The first rank needs the experts of all tokens, also of those whose home is another rank.
+        has_drafts: Some tokens are drafts; the first rank says after the step which of them left nothing.
     """
 
     token_ids: Sequence[int] = ()
@@ -40,10 +41,12 @@ class StepPlan:
     block_tables: Sequence[Sequence[int]] = ()
     row_token_idx: Sequence[int] = ()
     wants_routing: bool = False
+    has_drafts: bool = False
 
     def pack(self) -> torch.Tensor:
         """``[num_items]`` int64."""
-        items = [len(self.query_lens), len(self.token_ids), len(self.row_token_idx), int(self.wants_routing)]
+        items = [len(self.query_lens), len(self.token_ids), len(self.row_token_idx)]
+        items += [int(self.wants_routing), int(self.has_drafts)]
         for query_len, start, table in zip(
             self.query_lens, self.start_positions, self.block_tables, strict=True
         ):
@@ -58,7 +61,7 @@ class StepPlan:
     def unpack(cls, packed: torch.Tensor) -> StepPlan:
         """Inverse of ``pack``."""
         items: list[int] = packed.tolist()
-        num_chunks, num_tokens, num_rows, wants_routing = items[:_HEADER]
+        num_chunks, num_tokens, num_rows, wants_routing, has_drafts = items[:_HEADER]
         at = _HEADER + _PER_CHUNK * num_chunks
         chunks = items[_HEADER:at]
         token_ids, at = items[at : at + num_tokens], at + num_tokens
@@ -74,4 +77,5 @@ class StepPlan:
             block_tables=block_tables,
             row_token_idx=items[at:],
             wants_routing=bool(wants_routing),
+            has_drafts=bool(has_drafts),
         )

@@ -26,6 +26,7 @@ from moe_runtime.comm.gpu_exchange import StepShape
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.tensor_parallel import TensorParallel
 from moe_runtime.errors import CapacityError
+from moe_runtime.kernels.attention import BLOCK_SIZE
 from moe_runtime.kernels.attention_tree_triton import check_heads
 from moe_runtime.kernels.attention_triton import DecodeSchedule, attend_decode, decode_workspace
 from moe_runtime.kernels.expert_count_triton import count_experts
@@ -108,6 +109,13 @@ def max_split_rows(config: ModelConfig, device: torch.device) -> int:
     if device.type == "cuda":
         num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     return min(MAX_DECODE_ROWS, max(1, num_multiprocessors // config.num_kv_heads))
+
+
+def _slot_mapping(positions: torch.Tensor, block_table: torch.Tensor) -> torch.Tensor:
+    """``[M]`` int64: where each row's key goes, -1 for inert rows."""
+    at = positions.clamp(min=0).long()
+    block = block_table.gather(1, (at // BLOCK_SIZE)[:, None])[:, 0].long()
+    return torch.where(positions >= 0, block * BLOCK_SIZE + at % BLOCK_SIZE, -1)
 
 
 class CudaDecoder:
@@ -274,9 +282,10 @@ class CudaDecoder:
         attention: DecodeSchedule,
         logits: torch.Tensor,
         *,
+        keys_first: bool = False,
         rehearse: bool = False,
     ) -> None:
-        """One row per sequence, to logits; can be captured in a graph.
+        """One row per sequence, or consecutive ones of some, to logits; can be captured in a graph.
 
         Args:
             token_ids: ``[M]`` int32, -1 in inert rows.
@@ -286,6 +295,8 @@ class CudaDecoder:
             kv_caches: Per layer.
             attention: Schedule of attention.
             logits: ``[M, vocab]`` float32, written; inert rows hold anything.
+            keys_first: Write all rows' keys and values before any row attends: a must where a sequence has several
+                rows. The attention kernel then writes the same bits once more.
             rehearse: No step of anybody: other ranks do not take part.
         """
         config, eps, m = self.config, self.config.rms_norm_eps, token_ids.shape[0]
@@ -299,9 +310,16 @@ class CudaDecoder:
         shape = StepShape.of_bucket(-(-m // tp.size), experts.num_processes)
         experts.begin_step(pdl=False)
         sums.begin_step()
+        slot_mapping = _slot_mapping(positions, block_table) if keys_first else None
         self._embed(token_ids, b, tp)
         for layer, next_norm, (k_cache, v_cache) in zip(self.layers, self.next_norms, kv_caches, strict=True):
             self._gemm(b.normed, layer.qkv, b.qkv, bias=layer.qkv_bias)
+            if slot_mapping is not None:
+                rope_and_write(
+                    b.qkv, positions, slot_mapping, layer.q_norm, layer.k_norm, eps, self.cos, self.sin,
+                    k_cache, v_cache, b.q.view(m, self.heads.num_query_heads, config.head_dim),
+                    schedule=table.rope(), pdl=pdl,
+                )  # fmt: skip
             attend_decode(
                 b.qkv, k_cache, v_cache, positions, block_table, layer.q_norm, layer.k_norm, eps,
                 self.cos, self.sin, b.attention,

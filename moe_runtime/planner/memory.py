@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from math import prod
 
 from moe_runtime.engine.expert_weights import num_local_elements
+from moe_runtime.engine.kv_cache import kv_block_bytes
+from moe_runtime.engine.model_loader import ModelPlan
 from moe_runtime.eplb.placement import ModelPlacement
 from moe_runtime.errors import CapacityError
 from moe_runtime.models.model_config import ModelConfig
 from moe_runtime.models.registry import tensor_specs
 from moe_runtime.models.weight_share import local_elements
 
-__all__ = ["RankMemory", "check_fit", "rank_memory"]
+__all__ = ["RankMemory", "check_fit", "draft_memory", "rank_memory"]
 
 PACKED_ITEM_BYTES = 4  # the CPU path packs weights as fp32, whatever the checkpoint's dtype
 
@@ -74,6 +76,17 @@ def rank_memory(
         kv_bytes=num_kv_blocks * kv_block_bytes,
         spare_bytes=num_spare * PACKED_ITEM_BYTES,
     )
+
+
+def draft_memory(draft: ModelPlan, num_kv_blocks: int) -> RankMemory:
+    """What the draft model adds on each rank that samples: all its weights, and a cache of as many blocks.
+
+    Args:
+        draft: From ``plan_draft``.
+        num_kv_blocks: Blocks of the rank's cache.
+    """
+    block_bytes = kv_block_bytes(draft.config, draft.torch_dtype)
+    return rank_memory(draft.config, draft.placement, 0, num_kv_blocks, block_bytes)
 
 
 def check_fit(ranks: Iterable[RankMemory], available_bytes: int) -> int:

@@ -4,8 +4,8 @@ A *sequence* is one choice of one prompt. Tokens count as ``usage`` counts them:
 has, and no token past the end of its choice. Times run from the hand-over to a rank to the arrival of tokens here, so
 neither tokenisation nor a client that reads slowly is in them.
 
-Labels are few and fixed: ``rank``, ``finished_reason``, ``reason`` and, in the info metric, settings of the deployment.
-Nothing that a client sends becomes a label. ``process_...`` is the front end's own process.
+Labels are few and fixed: ``rank``, ``position``, ``finished_reason``, ``reason`` and, in the info metric, settings of
+the deployment. Nothing that a client sends becomes a label. ``process_...`` is the front end's own process.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from moe_runtime.server.config import ServerConfig
 from moe_runtime.server.expert_load import LoadTally
 from moe_runtime.server.load_metrics import load_families
 from moe_runtime.server.rearrangement_metrics import rearrangement_families
+from moe_runtime.server.speculation_metrics import speculation_families
 
 __all__ = ["CONTENT_TYPE", "CUT_REASONS", "FINISH_REASONS", "PREFIX", "Metrics", "SequenceMetrics"]
 
@@ -252,9 +253,11 @@ class _StateCollector(Collector):
         )
         yield _counter(
             "computed_tokens",
-            "Rows run, those that a preemption made run again included",
+            "Rows run, drafts and those that a preemption made run again included",
             {r: s.num_computed_tokens for r, s in scheduling.items()},
         )
+        drafting = {rank: s.speculation for rank, s in stats.items() if s.speculation is not None}
+        yield from speculation_families(PREFIX, drafting)
         if self._load is not None:
             load = self._load.summary()
             yield _counter(

@@ -15,6 +15,7 @@ from enum import StrEnum
 from moe_runtime.eplb.placement import ModelPlacement
 from moe_runtime.kernels.replicas import CopyChoice
 from moe_runtime.verify.compare import Output
+from moe_runtime.verify.drafting import Drafting
 from moe_runtime.verify.placements import random_placement
 from moe_runtime.verify.prompts import Case, PromptSource
 from moe_runtime.verify.runner import Run
@@ -51,6 +52,9 @@ PLACEMENT_ABSENT = (
     "not applicable: experts stay where they are on this deployment, and the level promises no other"
 )
 MOVE_STEPS = (1, 4)
+NUM_SCORED = 2
+NUM_NGRAM_DRAFTS = (1, 3, 8)
+MOST_NGRAM_DRAFTS = 8
 NUM_RANDOM_BATCHES = 2
 FULL_NUM_RANDOM_BATCHES = 10
 
@@ -81,6 +85,7 @@ class AxisSetup:
         captures: Whether the deployment of the check can have graphs.
         num_alone: Cases that run by themselves, where not all do.
         overlap: Whether the engine started with overlap; None where it cannot overlap.
+        has_draft_model: The engine started with one.
         full: Every case, every output token, more batches.
         topologies: Other deployments whose bits must be these.
         placement: Where experts are; None where they stay.
@@ -98,6 +103,7 @@ class AxisSetup:
     num_alone: int = NUM_ALONE
     overlap: bool | None = False
     prefix_cache: bool = True
+    has_draft_model: bool = False
     full: bool = False
     topologies: Sequence[Topology] = ()
     placement: ModelPlacement | None = None
@@ -125,6 +131,7 @@ class Axis:
         make_runs: Its batches.
         needs_preemption: It proves nothing where no request was preempted.
         needs_hits: It proves nothing where no token was found in a prefix cache.
+        needs_drafts: The same where no draft was right, or none was wrong.
         absent: Why it makes no batches, where it may have none to make.
     """
 
@@ -132,6 +139,7 @@ class Axis:
     make_runs: Callable[[AxisSetup], list[Run]]
     needs_preemption: bool = False
     needs_hits: bool = False
+    needs_drafts: bool = False
     absent: str | None = None
 
 
@@ -314,6 +322,39 @@ def _buckets(setup: AxisSetup) -> list[Run]:
     return runs
 
 
+def _speculation(setup: AxisSetup) -> list[Run]:
+    """Drafts of every kind and number, beside prompts that are scored; at last with steps and a cache that are short of
+    room for them. Prompts that repeat themselves are for n-grams, and are first run without drafts."""
+    some = setup.source.shuffle("speculation", setup.some_cases(NUM_ALONE))
+    scored = [case.scored(setup.reference[case.name].token_ids) for case in some[:NUM_SCORED]]
+    repeated = setup.source.repetitive_cases()
+    answers = {case.name: setup.reference[case.name].token_ids for case in some}
+    lengths = range(1, MOST_NGRAM_DRAFTS + 1) if setup.full else NUM_NGRAM_DRAFTS
+    kinds = [Drafting(kind="off"), *(Drafting(kind="ngram", most_drafts=length) for length in lengths)]
+    if setup.has_draft_model:
+        kinds.append(Drafting(kind="draft"))
+    company = some if setup.full else some[:NUM_SCORED]
+    runs = [Run(name=kind.name, cases=[*repeated, *company], drafting=kind) for kind in kinds]
+    mixed = Drafting(kind="mixed", most_drafts=4, answers=answers)
+    knowing = [
+        Drafting(kind="right", most_drafts=8, answers=answers),
+        Drafting(kind="wrong", most_drafts=3, answers=answers),
+        mixed,
+    ]
+    runs += [Run(name=kind.name, cases=[*some, *scored], drafting=kind) for kind in knowing]
+    runs.append(
+        Run(
+            name=f"{mixed.name}, short of room",
+            cases=some,
+            max_num_seqs=4,
+            max_num_batched_tokens=setup.block_size + 1,
+            kv_cache_blocks=max(map(setup.end_blocks, some)) + 1,
+            drafting=mixed,
+        )
+    )
+    return runs
+
+
 def _topology(setup: AxisSetup) -> list[Run]:
     """A few cases on every other deployment, with and without graphs where there are graphs.
 
@@ -406,6 +447,7 @@ AXES: dict[str, Axis] = {
     "scored": Axis(Verdict.SCHEDULE, _scored),
     "buckets": Axis(Verdict.SCHEDULE, _buckets),
     "graph": Axis(Verdict.SCHEDULE, _graph, absent=GRAPHS_ABSENT),
+    "speculation": Axis(Verdict.SCHEDULE, _speculation, needs_drafts=True),
     # These two last: another deployment takes the place of the one that the check started on.
     "placement": Axis(Verdict.TOPOLOGY, _placement, absent=PLACEMENT_ABSENT),
     "topology": Axis(Verdict.TOPOLOGY, _topology, absent=TOPOLOGIES_ABSENT),

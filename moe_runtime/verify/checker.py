@@ -92,6 +92,7 @@ def check(
             enforce_eager=llm.config.enforce_eager if llm.model.plan.device.type == "cuda" else None,
             num_alone=config.num_alone,
             full=config.full,
+            has_draft_model=llm.config.speculation == "draft",
             captures=own_topology(llm).captures,
             overlap=None if llm.config.tp > 1 else llm.engine.runner.overlaps,
             placement=None if llm.model.plan.fixed_reason else llm.placement,
@@ -136,6 +137,8 @@ def _check_axis(runner: Runner, name: str, setup: AxisSetup, progress: ProgressF
     found.num_runs = sum(result.not_run is None for result in results)
     found.num_preemptions = sum(result.num_preemptions for result in results)
     found.num_cached_tokens = sum(result.num_cached_tokens for result in results)
+    found.num_accepted_drafts = sum(result.num_accepted_drafts for result in results)
+    found.num_rejected_drafts = sum(result.num_rejected_drafts for result in results)
     expected = dict(setup.reference)
     distinct: set[tuple[str, int, bytes]] = set()
     bad_run: tuple[Run, RunResult] | None = None
@@ -172,6 +175,8 @@ def _check_axis(runner: Runner, name: str, setup: AxisSetup, progress: ProgressF
         found.proves_nothing = "no request was preempted: this proves nothing"
     elif axis.needs_hits and found.num_cached_tokens == 0:
         found.proves_nothing = "no token was found in a cache: this proves nothing"
+    elif axis.needs_drafts and not (found.num_accepted_drafts and found.num_rejected_drafts):
+        found.proves_nothing = "no draft was right, or none was wrong: this proves nothing"
     if bad_run is not None:
         forced = _with_forced_tokens(runner, name, *bad_run, expected, progress)
         for case, output in zip(bad_run[0].cases, forced, strict=True):

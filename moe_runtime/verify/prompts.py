@@ -15,6 +15,7 @@ MIXED_NUM_SHORT = 8
 MIXED_NUM_LONG = 4
 BUCKET_PROMPT_TOKENS = 3
 CACHED_TAIL_TOKENS = 20
+REPETITIVE_PHRASE_TOKENS = 5
 PREFIX_EDGES = (1, 63, 64, 65, 128, 255, 256, 257)
 
 
@@ -175,6 +176,14 @@ class PromptSource:
                 for case in scored
             ),
         ]
+
+    def repetitive_cases(self) -> list[Case]:
+        """A few tokens over and over, an eighth of the context long, greedy and seeded, plain and with rules."""
+        rng = self._rng("repetitive")
+        num_tokens = self._clip(self.context // 8)
+        phrase = self._ids(rng, REPETITIVE_PHRASE_TOKENS)
+        plain = self._variants("repetitive", (phrase * num_tokens)[:num_tokens])
+        return [*plain, plain[1].ruled()]
 
     def bucket_cases(self, count: int) -> list[Case]:
         """``count`` prompts of a few tokens, greedy and seeded in turn."""

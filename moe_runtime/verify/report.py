@@ -43,6 +43,7 @@ class AxisResult:
         num_forced_differing: Those of them whose logprobs differ.
         num_preemptions: Over all ranks.
         num_cached_tokens: Tokens that prefix caches spared computing.
+        num_accepted_drafts, num_rejected_drafts: Over all ranks.
         wall_s: Seconds.
         proves_nothing: Why the axis could not have shown a difference, where so.
         not_applicable: Why there was nothing to run, where so; such an axis neither passes nor fails.
@@ -63,6 +64,8 @@ class AxisResult:
     num_forced_differing: int = 0
     num_preemptions: int = 0
     num_cached_tokens: int = 0
+    num_accepted_drafts: int = 0
+    num_rejected_drafts: int = 0
     wall_s: float = 0.0
     proves_nothing: str | None = None
     not_applicable: str | None = None

@@ -15,13 +15,14 @@ import torch
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.engine.disturbances import PlannedDisturbances
 from moe_runtime.engine.llm import LLM, RequestOutput
-from moe_runtime.engine.messages import TokenLogprobs
+from moe_runtime.engine.messages import SpeculationStats, TokenLogprobs
 from moe_runtime.engine.model_loader import plan_model
 from moe_runtime.eplb.placement import ModelPlacement
 from moe_runtime.errors import CapacityError
 from moe_runtime.kernels.replicas import CopyChoice, copy_choice
 from moe_runtime.kernels.schedules import Control, control
 from moe_runtime.verify.compare import Output
+from moe_runtime.verify.drafting import Drafting, drafting
 from moe_runtime.verify.prompts import Case
 from moe_runtime.verify.room import lack_of_room
 from moe_runtime.verify.topologies import Topology
@@ -48,6 +49,7 @@ class Run:
         disturbances: Preemptions and aborts; outputs of aborted cases are as long as they were.
         prefix_cache: ``off``: all of every request is computed. ``cold``: they share what they have in common, from
             empty caches on. ``warm``: also with earlier runs, if these had the same limits.
+        drafting: What drafts; by default as the engine started.
         topology: Deployment to load for it; by default the one that the check started on. Where each rank is alone it
             runs its share of the cases, and ``ranks`` and ``arrival_steps`` are None.
     """
@@ -65,6 +67,7 @@ class Run:
     copies: CopyChoice = CopyChoice.SPREAD
     disturbances: PlannedDisturbances | None = None
     prefix_cache: Literal["off", "cold", "warm"] = "off"
+    drafting: Drafting | None = None
     topology: Topology | None = None
 
     def __post_init__(self) -> None:
@@ -83,6 +86,7 @@ class RunResult:
         num_preemptions: Over all ranks.
         num_evictions: Blocks that prefix caches gave up, over all ranks.
         num_cached_tokens: Tokens that prefix caches spared computing.
+        num_accepted_drafts, num_rejected_drafts: Over all ranks.
         wall_s: On this rank, with loading.
         not_run: Why the deployment cannot be here, where so; there are no outputs then.
     """
@@ -92,6 +96,8 @@ class RunResult:
     wall_s: float
     num_evictions: int = 0
     num_cached_tokens: int = 0
+    num_accepted_drafts: int = 0
+    num_rejected_drafts: int = 0
     not_run: str | None = None
 
 
@@ -163,15 +169,19 @@ class Runner:
         elif run.prefix_cache == "cold":
             llm.flush_cache()
         before = llm.engine.stats()
-        results = llm.generate(
-            [case.prompt_ids for case in cases],
-            [case.params for case in cases],
-            ranks=run.ranks,
-            arrival_steps=run.arrival_steps,
-            moves=run.moves,
-            disturbances=run.disturbances,
-            on_finished=on_finished,
-        )
+        with drafting(llm, run.drafting, [case.name for case in cases]):
+            drafts_before = _num_drafts(llm)
+            results = llm.generate(
+                [case.prompt_ids for case in cases],
+                [case.params for case in cases],
+                ranks=run.ranks,
+                arrival_steps=run.arrival_steps,
+                moves=run.moves,
+                disturbances=run.disturbances,
+                on_finished=on_finished,
+            )
+            drafts = _num_drafts(llm) - drafts_before
+        num_accepted, num_drafts = group.all_gather(drafts).sum(dim=0).tolist()
         after = llm.engine.stats()
         counts = [
             after.num_preemptions - before.num_preemptions,
@@ -187,6 +197,8 @@ class Runner:
             num_evictions=num_evictions,
             num_cached_tokens=sum(result.num_cached_tokens for result in results),
             wall_s=time.perf_counter() - start_s,
+            num_accepted_drafts=num_accepted,
+            num_rejected_drafts=num_drafts - num_accepted,
         )
 
     def restore(self) -> None:
@@ -264,6 +276,12 @@ class Runner:
                 refusal = str(error)
         self._refusals[topology] = refusal
         return refusal
+
+
+def _num_drafts(llm: LLM) -> torch.Tensor:
+    """``[2]`` int64: drafts of this rank accepted so far, and drafts in all."""
+    stats = llm.engine.stats().speculation or SpeculationStats()
+    return torch.tensor([stats.num_accepted_tokens, stats.num_draft_tokens])
 
 
 def _gather_shares(outputs: Sequence[Output], num_cases: int, group: RankGroup) -> list[Output]:

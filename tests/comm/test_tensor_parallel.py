@@ -159,3 +159,14 @@ def test_widths_are_those_of_the_bounds() -> None:
     group = TensorParallel(group=RankGroup(rank=1, size=3))
     assert group.bounds(8) == [0, 2, 5, 8]
     assert group.widths(8) == [2, 3, 3]
+
+
+def test_tokens_at_home_are_named_by_their_places():
+    views = [TensorParallel(group=RankGroup(rank=rank, size=2)) for rank in range(2)]
+    assert [view.home_places([0, 3, 5, 6]) for view in views] == [[0, 3], [1, 2]]
+    assert TensorParallel().home_places([4, 2]) == [4, 2]
+    for view in views:
+        tokens = torch.arange(7)
+        assert view.home_rows(tokens)[view.home_places([3, 4, 6])].tolist() == [
+            i for i in (3, 4, 6) if i % 2 == view.rank
+        ]

@@ -14,6 +14,7 @@ from moe_runtime.engine.llm import LLM
 from moe_runtime.engine.request import SamplingParams
 from moe_runtime.errors import InvalidRequestError
 from moe_runtime.kernels.schedules import Control, control
+from moe_runtime.verify.drafting import Drafting, drafting
 from tests.checkpoints import WEIGHT_KINDS, tiny_config, write_checkpoint
 from tests.mixed_requests import bits, mixed_params, random_prompts
 from tests.placements import in_order
@@ -95,6 +96,17 @@ def preempted(llm: LLM) -> Result:
         llm.reconfigure(kv_cache_blocks=before)
 
 
+def drafted(llm: LLM) -> Result:
+    """Drafts of which every third one is wrong."""
+    answers = {str(i): row[2][0][0] for i, row in enumerate(batch(llm))}
+    with drafting(llm, Drafting(kind="mixed", most_drafts=3, answers=answers), list(answers)):
+        result = batch(llm)
+        stats = llm.engine.stats().speculation
+        assert stats is not None
+        assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    return result
+
+
 SCENARIOS = {
     "batch": batch,
     "alone": alone,
@@ -106,6 +118,7 @@ SCENARIOS = {
     "chunks of 63": partial(limited, num_seqs=MAX_NUM_SEQS, num_tokens=63),
     "two at once": partial(limited, num_seqs=2, num_tokens=200),
     "preempted": preempted,
+    "drafted": drafted,
 }
 
 
@@ -318,7 +331,7 @@ def test_weights_tell_the_models_apart(models):
 
 
 # In bf16 the rounding after each op hides most changes of an fp32 tree in so small a model, so all are tried in fp32.
-CONTROLS = [(which, "float32") for which in Control if which is not Control.NONE]
+CONTROLS = [(which, "float32") for which in Control if which not in (Control.NONE, Control.DRAFT_BONUS)]
 CONTROLS += [(Control.SPLIT_K_GEMM, "bfloat16"), (Control.BATCH_NOISE, "bfloat16")]
 
 
@@ -330,6 +343,13 @@ def test_control_a_tree_switched_off_is_seen(models, which, dtype):
         together, apart = batch(llm), alone(llm)
     assert together != apart
     assert batch(llm) == models.reference(folder, dtype), "and back"
+
+
+def test_control_the_token_after_drafts_from_another_row_is_seen(models):
+    folder = models.folder("qwen3_moe", "cancelling")
+    llm = LLM(folder, max_num_seqs=MAX_NUM_SEQS)
+    with control(Control.DRAFT_BONUS):
+        assert drafted(llm) != models.reference(folder, "float32")
 
 
 @pytest.mark.parametrize("which", [Control.SPLIT_K_GEMM, Control.ARRIVAL_COMBINE, Control.BATCH_NOISE])

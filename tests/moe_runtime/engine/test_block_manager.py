@@ -162,3 +162,15 @@ def test_a_flush_forgets_idle_blocks_and_what_sequences_still_hold():
     assert blocks.num_free_blocks == 6
     blocks.free(holder(blocks, 1000, 128))
     assert blocks.num_cached_blocks == 2
+
+
+def test_blocks_past_the_tokens_are_taken_back():
+    blocks, s = BlockManager(5), sequence(64)
+    assert blocks.grow(s, 64 + 65)
+    first = s.block_ids[0]
+    blocks.trim(s)
+    assert (s.block_ids, blocks.num_free_blocks) == ([first], 4)
+    s.token_ids.append(1)
+    assert blocks.grow(s, 65)
+    blocks.trim(s)
+    assert (len(s.block_ids), blocks.num_free_blocks) == (2, 3)

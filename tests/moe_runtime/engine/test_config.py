@@ -29,3 +29,26 @@ def test_settings_of_moves_have_their_ranges():
         with pytest.raises(ValueError, match=r"rearrange_target .* must be in \[0.001, 1\]"):
             EngineConfig(rearrange_target=value)
     assert EngineConfig(rearrange_interval=5, rearrange_target=1.0).rearrange_interval == 5
+
+
+def test_settings_of_drafts_go_together():
+    for options, message in (
+        (
+            {"num_speculative_tokens": 3},
+            r"num_speculative_tokens \(3\) must be left out with speculation \(off\)",
+        ),
+        ({"speculation": "ngram", "num_speculative_tokens": 0}, r"\(0\) must be in \[1, 16\]"),
+        ({"speculation": "ngram", "num_speculative_tokens": 17}, r"\(17\) must be in \[1, 16\]"),
+        ({"speculation": "draft"}, r"draft_model \(None\) must be given with speculation \(draft\)"),
+        (
+            {"speculation": "ngram", "draft_model": "m"},
+            r"draft_model \(m\) must be left out with speculation",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            EngineConfig(**options)
+    found = [
+        EngineConfig(**options).most_drafts
+        for options in ({}, {"speculation": "ngram"}, {"speculation": "ngram", "num_speculative_tokens": 16})
+    ]
+    assert found == [0, 4, 16]

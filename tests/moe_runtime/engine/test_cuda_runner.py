@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from moe_runtime.engine.cuda_runner import CudaRunner, _SequenceSlots
+from moe_runtime.engine.cuda_runner import CudaRunner
 from moe_runtime.engine.llm import LLM
 from moe_runtime.engine.request import SamplingParams
 from moe_runtime.errors import CapacityError
@@ -183,20 +183,6 @@ def test_steps_of_several_ranks_alone_have_a_bound(loaded):
     assert runner._wait_limits == runner._inputs._wait_limits == (None, None, decoder.waits_for)
     spread = CudaRunner(decoder, 2, 2, 64, False, check_peers=print, timeout_s=7.0)
     assert spread._wait_limits == spread._inputs._wait_limits == (print, 7.0, decoder.waits_for)
-
-
-def test_a_slot_stays_with_its_sequence_while_a_step_may_use_it():
-    slots = _SequenceSlots(4)
-    sequences = [object() for _ in range(9)]
-    held: dict[int, int] = {}
-    for first in range(0, 8):
-        slots.begin_step()
-        found = {i: slots.slot(sequences[i]) for i in (first, first + 1)}
-        assert len(set(found.values())) == 2
-        for i in found.keys() & held.keys():
-            assert found[i] == held[i]  # read in this step, recorded in the last one
-        assert not {found[i] for i in found.keys() - held.keys()} & set(held.values())
-        held = found
 
 
 def test_what_lies_in_buffers_and_free_blocks_reaches_nobody(llm, reference):

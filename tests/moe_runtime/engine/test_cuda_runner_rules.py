@@ -58,7 +58,7 @@ def best_tokens(llm, request, output) -> list[int]:
     for end in range(len(request.prompt_ids), len(ids)):
         sequence = Sequence(request, 0, 0)
         sequence.token_ids = ids[:end]
-        row, rules = logits[end - 1 : end], sequence.rules
+        row, rules = logits[end - 1 : end], sequence.rules_after()
         if rules is not None:
             row = logit_rules.apply_rules(row, [rules], [ids[end - 1]])
         found.append(int(row.argmax()))

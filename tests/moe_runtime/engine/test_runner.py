@@ -9,12 +9,15 @@ import pytest
 from moe_runtime.engine.cpu_runner import CpuRunner
 from moe_runtime.engine.llm import LLM, RequestOutput
 from moe_runtime.engine.messages import TokenLogprobs
+from moe_runtime.engine.ngram_proposer import NgramProposer
 from moe_runtime.engine.request import SamplingParams
 from moe_runtime.engine.runner import LaunchedStep, Runner
 from moe_runtime.engine.sampler import ScoredRow
 from moe_runtime.engine.scheduler import ScheduledChunk
 from moe_runtime.engine.sequence import UNKNOWN_TOKEN, Sequence
+from moe_runtime.engine.speculative import Speculation
 from moe_runtime.engine.step_plan import StepPlan
+from moe_runtime.verify.drafting import KnowingProposer
 
 
 class LateRunner(Runner):
@@ -47,6 +50,9 @@ class LateRunner(Runner):
         for sequence in unknown:
             sequence.token_ids[-1] = UNKNOWN_TOKEN
         return LaunchedStep(step.rows, lambda: results, step.routing)
+
+    def uncount(self, token_idx: SequenceOf[int]) -> None:
+        self.runner.uncount(token_idx)
 
     def follow(self, plan: StepPlan, tokens_per_rank: SequenceOf[int], *, is_decode: bool) -> None:
         raise AssertionError("nobody follows one rank")
@@ -94,6 +100,35 @@ def test_overlap_changes_no_result(kv_cache_blocks: int) -> None:
     assert late is not None
     assert late.num_overlapped > 10
     assert (llm.engine.scheduler.num_preemptions > 0) == (kv_cache_blocks == 5)
+
+
+def test_drafts_between_overlapped_steps_change_no_result() -> None:
+    llm = LLM()
+    prompts, params = ([*requests[:6], *requests[7:9]] for requests in _requests())
+    arrivals = [2 * i for i in range(8)]
+
+    def run(speculation: Speculation | None) -> tuple[list[RequestOutput], int]:
+        llm.reconfigure(max_num_batched_tokens=64, max_num_seqs=6, kv_cache_blocks=200)
+        assert isinstance(llm.engine.runner, CpuRunner)
+        late = LateRunner(llm.engine.runner)
+        llm.engine.runner = late
+        llm.engine.speculation = speculation
+        results = llm.generate(prompts, params, arrival_steps=arrivals)
+        assert llm.engine.scheduler.blocks.num_free_blocks == 200
+        return results, late.num_overlapped
+
+    expected, _ = run(None)
+    answers = {str(i): result.outputs[0].token_ids for i, result in enumerate(expected)}
+    for proposer, pauses in (
+        (KnowingProposer("mixed", answers, 2048), False),
+        (KnowingProposer("wrong", answers, 2048), True),
+        (NgramProposer(), True),
+    ):
+        speculation = Speculation(proposer, 4)
+        actual, num_overlapped = run(speculation)
+        assert actual == expected
+        assert speculation.stats().num_draft_tokens > 0
+        assert (num_overlapped > 0) is pauses, "steps overlap where drafts pause"
 
 
 def test_a_sequence_that_ended_leaves_nothing_behind_in_the_step_under_way() -> None:

@@ -133,7 +133,7 @@ def test_rows_with_rules_are_chosen_by_the_definition_and_leave_the_others_alone
     scored = score(head, hidden, rows)
     logits = head.logits(hidden)
     for i, r in enumerate(rows):
-        rule, values = r.sequence.rules, logits[i : i + 1]
+        rule, values = r.sequence.rules_after(), logits[i : i + 1]
         assert (rule is None) == (i % 4 == 1)
         if rule is not None:
             values = apply_rules_reference(values, [rule], [5])

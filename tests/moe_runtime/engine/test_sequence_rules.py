@@ -35,7 +35,7 @@ def bans(made: Request, *output: int) -> list[tuple[int, int]]:
 def test_a_request_without_rules_has_none():
     assert SequenceRules.of(request()) is None
     assert SequenceRules.of(request(logit_bias={})) is None
-    assert Sequence(request(temperature=0.5, top_k=3, stop_token_ids=(1,)), 0, 0).rules is None
+    assert Sequence(request(temperature=0.5, top_k=3, stop_token_ids=(1,)), 0, 0).rules_after() is None
 
 
 def test_given_tokens_know_no_rules():

@@ -28,7 +28,7 @@ def sequence(num_prompt_tokens: int, computed: int, blocks: list[int], **params:
 
 
 def test_the_docstring_s_example():
-    assert EXAMPLE.pack().tolist() == [1, 2, 1, 0, 2, 64, 2, 7, 8, 5, 2, 1]
+    assert EXAMPLE.pack().tolist() == [1, 2, 1, 0, 0, 2, 64, 2, 7, 8, 5, 2, 1]
     assert StepPlan.unpack(EXAMPLE.pack()) == EXAMPLE
 
 
@@ -59,5 +59,5 @@ def test_an_empty_plan_is_a_step_without_tokens():
 
 
 def test_a_plan_of_another_length_is_seen():
-    with pytest.raises(AssertionError, match="11 items, 12 announced"):
+    with pytest.raises(AssertionError, match="12 items, 13 announced"):
         StepPlan.unpack(EXAMPLE.pack()[:-1])

@@ -9,7 +9,7 @@ from moe_runtime.engine.kv_cache import kv_block_bytes
 from moe_runtime.engine.model_loader import plan_model
 from moe_runtime.eplb.placement import contiguous_model_placement
 from moe_runtime.errors import CapacityError
-from moe_runtime.planner.memory import RankMemory, check_fit, rank_memory
+from moe_runtime.planner.memory import RankMemory, check_fit, draft_memory, rank_memory
 
 
 def test_the_built_in_model_is_counted_to_the_last_element() -> None:
@@ -70,3 +70,11 @@ def test_the_room_for_moves_is_that_of_one_layer() -> None:
         )
         assert still.spare_bytes == 0
         assert moving.spare_bytes == moving.total_bytes - still.total_bytes == num_slots * 3 * 256 * 112 * 4
+
+
+def test_a_draft_model_is_counted_whole_with_as_many_blocks() -> None:
+    plan = plan_model(EngineConfig())
+    found = draft_memory(plan, 10)
+    assert found == RankMemory(
+        weight_bytes=6_834_944 * 4, kv_bytes=10 * kv_block_bytes(plan.config, plan.torch_dtype)
+    )

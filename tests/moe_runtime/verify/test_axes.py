@@ -199,3 +199,27 @@ def test_other_deployments_run_with_and_without_graphs_where_there_are_graphs() 
 def test_without_other_deployments_there_is_nothing_to_run() -> None:
     assert runs_of("topology", replace(SETUP, topologies=())) == []
     assert list(AXES)[-1] == "topology"
+
+
+@pytest.mark.parametrize(("full", "lengths"), [(False, [1, 3, 8]), (True, list(range(1, 9)))])
+def test_drafts_are_of_every_kind_and_number(full: bool, lengths: list[int]) -> None:
+    runs = runs_of("speculation", replace(SETUP, full=full))
+    kinds = [run.drafting for run in runs if run.drafting is not None]
+    assert len(kinds) == len(runs)
+    assert [kind.kind for kind in kinds] == [
+        "off",
+        *["ngram"] * len(lengths),
+        "right",
+        "wrong",
+        "mixed",
+        "mixed",
+    ]
+    assert [kind.most_drafts for kind in kinds if kind.kind == "ngram"] == lengths
+    assert any(case.num_scored for case in runs[-2].cases), "beside prompts that are scored"
+    assert runs[-1].max_num_batched_tokens == 65
+    (draft,) = set(names_of_kinds(replace(SETUP, has_draft_model=True))) - set(names_of_kinds(SETUP))
+    assert draft == "draft"
+
+
+def names_of_kinds(setup: AxisSetup) -> list[str]:
+    return [run.drafting.kind for run in runs_of("speculation", setup) if run.drafting is not None]

@@ -42,6 +42,7 @@ def test_every_axis_passes(llm: LLM, small_check: MakeConfig, progress: Progress
     assert by_name["radix_cache"].num_preemptions > 0
     assert by_name["radix_cache"].num_cached_tokens > 0
     assert sum(axis.num_cached_tokens for axis in report.axes if axis.name != "radix_cache") == 0
+    assert min(by_name["speculation"].num_accepted_drafts, by_name["speculation"].num_rejected_drafts) > 100
     assert by_name["chunks"].num_cases == 4 * 4
     assert by_name["single"].num_unique_outputs == 2
     assert by_name["buckets"].num_cases > 100
@@ -77,7 +78,10 @@ def test_an_axis_of_the_prefix_cache_needs_hits_and_a_cache(
     assert report.exit_code is CheckExit.DIFFERENT
 
 
-@pytest.mark.parametrize("which", [c for c in Control if c not in (Control.NONE, Control.PREFIX_COLLISION)])
+UNSEEN_BY_PLAIN_RUNS = (Control.NONE, Control.PREFIX_COLLISION, Control.DRAFT_BONUS)
+
+
+@pytest.mark.parametrize("which", [control for control in Control if control not in UNSEEN_BY_PLAIN_RUNS])
 def test_every_control_is_seen_to_fail(
     llm: LLM, small_check: MakeConfig, progress: ProgressFactory, which: Control
 ) -> None:
@@ -93,6 +97,18 @@ def test_every_control_is_seen_to_fail(
     assert seen.num_forced_tokens > 0
     # Noise moves tokens but no logits, so nothing differs once the tokens are forced.
     assert (seen.num_forced_differing > 0) is (which is not Control.BATCH_NOISE)
+
+
+def test_the_control_of_drafts_is_seen_to_fail(
+    llm: LLM, small_check: MakeConfig, progress: ProgressFactory
+) -> None:
+    config = small_check(control="draft-bonus", axes=("again", "speculation"), num_prompts=4, max_tokens=12)
+    report = check(llm, config, progress)
+    assert report.noticed_by == ["speculation"]
+    assert report.verdicts()["run-to-run"] == "equal"
+    (_, seen) = report.axes
+    # Another token, but no other logits: nothing differs once the tokens are forced.
+    assert seen.num_forced_tokens > 0 == seen.num_forced_differing
 
 
 def test_a_control_that_no_axis_can_see_is_told(

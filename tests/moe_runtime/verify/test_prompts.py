@@ -115,3 +115,13 @@ def test_forms_of_a_case() -> None:
     assert (scored.num_output_tokens, scored.is_forced) == (2, True)
     assert scored.prompt_ids == (*case.prompt_ids, 1, 2)
     assert {c.name for c in (case, forced, scored)} == {case.name}
+
+
+def test_repetitive_prompts_repeat_a_phrase_and_one_of_them_has_rules() -> None:
+    cases = PromptSource(seed=3, vocab_size=50, context=1024, max_tokens=50).repetitive_cases()
+    assert len({case.name for case in cases}) == len(cases) == 3
+    for case in cases:
+        assert len(case.prompt_ids) == 128
+        assert case.prompt_ids[5:] == case.prompt_ids[:-5]
+    assert [case.params.temperature for case in cases] == [0.0, 0.8, 0.8]
+    assert [case.params.repetition_penalty for case in cases] == [1.0, 1.0, 1.3]

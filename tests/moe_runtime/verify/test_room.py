@@ -56,7 +56,8 @@ def test_a_gpu_without_room_for_one_sequence_says_so(
     config = EngineConfig(model=str(tiny_model), kv_cache_blocks=3)
     asked: list[tuple[int | None, int]] = []
 
-    def full(plan: ModelPlan, config: EngineConfig, num_ranks: int) -> int:
+    def full(plan: ModelPlan, config: EngineConfig, num_ranks: int, draft: ModelPlan | None) -> int:
+        assert draft is None
         asked.append((config.kv_cache_blocks, num_ranks))
         raise CapacityError("the GPU has 1.0 GiB free")
 
