@@ -41,6 +41,7 @@ class Control(StrEnum):
     )
     BATCH_ATTENTION = "batch-attention"  # KV chunk length chosen from the number of rows
     BATCH_NOISE = "batch-noise"  # sampling noise keyed by the row's place in the batch
+    SHIFTED_MASKS = "shifted-masks"  # a row's grammar mask taken from the next row of the batch that has one
 
 
 _control = Control.NONE

@@ -27,6 +27,7 @@ from moe_runtime.config import ServeConfig
 from moe_runtime.engine.backend import Deployment, exchange_buffer_bytes, plan_deployment, start_engine
 from moe_runtime.engine.engine import Engine
 from moe_runtime.engine.follower import Follower
+from moe_runtime.engine.grammar_threads import GrammarThreads, open_grammars
 from moe_runtime.engine.kv_cache import kv_block_bytes
 from moe_runtime.engine.model_loader import (
     NUMERICS_VERSION,
@@ -36,6 +37,7 @@ from moe_runtime.engine.model_loader import (
     plan_model,
 )
 from moe_runtime.engine.open_mover import open_mover
+from moe_runtime.engine.tokenizer import Tokenizer
 from moe_runtime.eplb.placement_file import placement_to_json
 from moe_runtime.errors import CapacityError, CheckpointError, InvarianceError
 from moe_runtime.exit_codes import (
@@ -232,8 +234,11 @@ def _serve(
                 tensor_parallel=tensor_parallel,
             )
         mover = open_mover(model, config.engine, group)
+        grammars = _grammars(plan) if tensor_parallel.is_first else None
         with progress_bar("capturing graphs", shown=group.rank == 0) as on_capture:
-            engine = start_engine(model, deployment, config.engine, group, on_capture=on_capture, mover=mover)
+            engine = start_engine(
+                model, deployment, config.engine, group, on_capture=on_capture, mover=mover, grammars=grammars
+            )
     except CheckpointError as error:
         usage_error(str(error))
     except InvarianceError as error:
@@ -275,6 +280,15 @@ def _serve(
     gc.collect()  # captured graphs hold on to the communicators that end next
     close_ranks(group, tensor_parallel)
     return exit_code
+
+
+def _grammars(plan: ModelPlan) -> GrammarThreads:
+    """Of this rank, its vocabulary prepared: no step shall wait for that."""
+    tokenizer = Tokenizer.from_dir(plan.model_dir)
+    grammars = open_grammars(tokenizer, plan.config.vocab_size, plan.config.eos_token_ids)
+    assert grammars is not None, "there is a tokenizer"
+    assert grammars.compiler is not None, "made when first asked for"
+    return grammars
 
 
 def _numbers(engine: Engine | Follower) -> str:

@@ -15,6 +15,7 @@ from moe_runtime.engine.cpu_runner import CpuRunner
 from moe_runtime.engine.engine import Engine
 from moe_runtime.engine.expert_mover import ExpertMover
 from moe_runtime.engine.follower import Follower
+from moe_runtime.engine.grammar_threads import GrammarThreads
 from moe_runtime.engine.kv_cache import KVCache, default_num_blocks, gpu_num_blocks
 from moe_runtime.engine.model_loader import LoadedModel, ModelPlan
 from moe_runtime.engine.request import RequestLimits
@@ -84,6 +85,7 @@ def start_engine(
     *,
     on_capture: Callable[[int, int], None] | None = None,
     mover: ExpertMover | None = None,
+    grammars: GrammarThreads | None = None,
 ) -> Engine | Follower:
     """An engine around loaded weights; a follower on all ranks of a tensor-parallel group but the first. A collective.
 
@@ -94,6 +96,7 @@ def start_engine(
         group: The ranks.
         on_capture: Told (CUDA graphs captured, in total); None captures them when first needed.
         mover: From ``open_mover``.
+        grammars: Of the checkpoint's tokenizer; None where it has none.
 
     Raises:
         CapacityError: memory ran out somewhere; on all ranks alike, and the decoder is as before.
@@ -114,6 +117,7 @@ def start_engine(
         model.plan.config.eos_token_ids,
         tensor_parallel,
         mover,
+        grammars,
     )
 
 

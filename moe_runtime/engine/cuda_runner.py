@@ -26,6 +26,7 @@ from moe_runtime.engine.runner import LaunchedStep, Runner
 from moe_runtime.engine.sampler import ScoredRow, num_logprobs, row_sampling
 from moe_runtime.engine.scheduler import ScheduledChunk
 from moe_runtime.engine.sequence import UNKNOWN_TOKEN, Sequence
+from moe_runtime.engine.sequence_rules import batch_rules
 from moe_runtime.engine.step_plan import StepPlan
 from moe_runtime.kernels.attention import BLOCK_SIZE
 from moe_runtime.kernels.attention_tiles import make_row_tiles
@@ -361,7 +362,7 @@ class CudaRunner(Runner):
         num_rows = len(rows)
         given = [_given_token(row) for row in rows]
         free = [i for i, token in enumerate(given) if token is None]
-        rules = {i: rule for i in free if (rule := rows[i].sequence.rules) is not None}
+        rules = batch_rules({i: rows[i].sequence.rules for i in free})
         is_greedy = all(rows[i].sequence.params.temperature == 0 for i in free if i not in rules)
         chosen = self.chosen[:num_rows]
         if rules:

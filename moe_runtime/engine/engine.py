@@ -21,6 +21,7 @@ from moe_runtime.comm.tensor_parallel import TensorParallel
 from moe_runtime.engine.batch import plan_step, wanted_rows
 from moe_runtime.engine.block_manager import BlockManager
 from moe_runtime.engine.expert_mover import ExpertMover
+from moe_runtime.engine.grammar_threads import GrammarThreads
 from moe_runtime.engine.messages import RankStats, SequenceOutput
 from moe_runtime.engine.request import Request
 from moe_runtime.engine.runner import LaunchedStep, Runner
@@ -43,6 +44,7 @@ class Engine:
         eos_token_ids: Ids that end a sequence.
         tensor_parallel: The ranks that run this one's steps with it; by default none.
         mover: Moves experts between steps; None where they stay.
+        grammars: Masks of structured outputs; None takes no requests with a grammar.
     """
 
     def __init__(
@@ -54,7 +56,9 @@ class Engine:
         eos_token_ids: SequenceOf[int],
         tensor_parallel: TensorParallel | None = None,
         mover: ExpertMover | None = None,
+        grammars: GrammarThreads | None = None,
     ) -> None:
+        self.grammars = grammars
         self.tensor_parallel = tensor_parallel or TensorParallel()
         self.mover = mover
         assert self.tensor_parallel.is_first, "the other ranks of a group have a Follower"
@@ -72,7 +76,14 @@ class Engine:
 
     def add_request(self, request: Request) -> None:
         """Queue a request made by ``make_request``."""
-        self.scheduler.add(request)
+        sequences = self.scheduler.add(request)
+        if request.grammar is None:
+            assert request.params.structured_outputs is None, "who hands a request over compiles its grammar"
+            return
+        assert self.grammars is not None, "an engine without a tokenizer has been given a grammar"
+        eos_token_ids = () if request.params.ignore_eos else tuple(self.eos_token_ids)
+        for sequence in sequences:
+            sequence.grammar = self.grammars.open(request.grammar, eos_token_ids)
 
     def abort(self, request_id: str, choice_idx: int | None = None) -> None:
         """Forget a request or one of its choices between steps; its blocks are free at once."""
@@ -99,6 +110,7 @@ class Engine:
         """
         start = time.perf_counter()
         outputs = [] if self._may_overlap() else self._collect()
+        outputs += self._end_by_grammar()
         chunks = self.scheduler.schedule()
         plan = self._plan_for_followers(chunks)
         vector = StepVector(
@@ -171,6 +183,29 @@ class Engine:
         )
         return scheduler.blocks.num_free_blocks >= most_new_blocks
 
+    def _end_by_grammar(self) -> list[SequenceOutput]:
+        """End the sequences whose grammars leave them no token, once masks on their way are there or take too long."""
+        if self.grammars is None:
+            return []
+        scheduler = self.scheduler
+        sequences = [s for s in (*scheduler.running, *scheduler.waiting) if s.grammar is not None]
+        self.grammars.wait([s.grammar for s in sequences if s.grammar is not None])
+        outputs = []
+        for sequence in sequences:
+            end = sequence.grammar_end()
+            if end is not None:
+                scheduler.abort(sequence.request_id, sequence.choice_idx)
+                outputs.append(
+                    SequenceOutput(
+                        sequence.request_id,
+                        sequence.choice_idx,
+                        finish_reason="stop" if end.error is None else "error",
+                        routed_experts=sequence.take_routing(),
+                        error=end.error,
+                    )
+                )
+        return outputs
+
     def _collect(self) -> list[SequenceOutput]:
         """Wait for the step under way, if any, and take its results into the sequences."""
         step, self._under_way = self._under_way, None
@@ -219,6 +254,8 @@ class Engine:
         finish_reason, stop_reason = self._finish_reason(sequence, result.token_id, num_output_tokens)
         if finish_reason is not None:
             self.scheduler.finish(sequence)
+        elif sequence.grammar is not None:
+            sequence.grammar.advance((result.token_id,))
         return SequenceOutput(
             request_id=sequence.request_id,
             choice_idx=sequence.choice_idx,

@@ -60,10 +60,11 @@ class SequenceOutput(msgspec.Struct, frozen=True):
         logprobs: One entry per new token where asked for, else None.
         prompt_logprobs: Sent once, with the first output of choice 0: one entry per prompt token, None for the
             first of them; None where not asked for.
-        finish_reason: ``stop``, ``length`` or ``abort`` with the last output of the choice, else None.
+        finish_reason: ``stop``, ``length``, ``abort`` or ``error`` with the last output of the choice, else None.
         stop_reason: The stop token id that ended it, where one did (None for an end-of-sequence id).
         routed_experts: Where asked for, of the tokens that have run since the output before: of the whole prompt with
             the first output, then of the token before each new one.
+        error: With finish reason ``error``: what about the request makes it impossible to go on.
     """
 
     request_id: str
@@ -74,6 +75,7 @@ class SequenceOutput(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
     stop_reason: int | None = None
     routed_experts: RoutedExperts | None = None
+    error: str | None = None
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add"):

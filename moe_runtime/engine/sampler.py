@@ -14,6 +14,7 @@ import torch
 
 from moe_runtime.engine.batch import LogitsRow
 from moe_runtime.engine.messages import TokenLogprobs
+from moe_runtime.engine.sequence_rules import batch_rules
 from moe_runtime.kernels.logit_rules import apply_rules
 from moe_runtime.kernels.sampling import RowSampling, sample
 from moe_runtime.kernels.schedules import Control, active_control
@@ -84,7 +85,7 @@ def _choose(logits: torch.Tensor, rows: SequenceOf[LogitsRow]) -> list[int]:
 def _with_rules(logits: torch.Tensor, rows: SequenceOf[LogitsRow], which: list[int]) -> torch.Tensor:
     """Logits of some rows, those with rules for their next token by these rules."""
     result = logits[torch.tensor(which)]
-    rules = {at: rule for at, i in enumerate(which) if (rule := rows[i].sequence.rules) is not None}
+    rules = batch_rules({at: rows[i].sequence.rules for at, i in enumerate(which)})
     if rules:
         index = torch.tensor(list(rules))
         last_ids = [rows[which[at]].sequence.token_ids[-1] for at in rules]

@@ -74,12 +74,15 @@ class Scheduler:
         """Sequences waiting or running."""
         return len(self.waiting) + len(self.running)
 
-    def add(self, request: Request) -> None:
-        """Queue all choices of a request."""
+    def add(self, request: Request) -> list[Sequence]:
+        """Queue all choices of a request; returns them."""
         rules = SequenceRules.of(request)
+        sequences = []
         for choice_idx in range(request.params.n):
-            self.waiting.append(Sequence(request, choice_idx, self._num_arrivals, rules))
+            sequences.append(Sequence(request, choice_idx, self._num_arrivals, rules))
             self._num_arrivals += 1
+        self.waiting += sequences
+        return sequences
 
     def abort(self, request_id: str, choice_idx: int | None = None) -> None:
         """Forget a request, or one choice of it; unknown ones are ignored."""
@@ -104,6 +107,8 @@ class Scheduler:
             num_tokens = min(sequence.num_uncomputed_tokens, budget)
             if num_tokens == 0 or sequence.has_all_tokens or sequence not in self.running:
                 continue
+            if not sequence.may_run:
+                continue
             while not self.blocks.grow(sequence, sequence.num_computed_tokens + num_tokens):
                 victim = self.running[-1]
                 self._preempt(victim)
@@ -120,7 +125,9 @@ class Scheduler:
 
     def _admit(self, chunks: dict[int, ScheduledChunk], budget: int) -> None:
         while self.waiting and budget > 0 and len(self.running) < self.config.max_num_seqs:
-            sequence = self.waiting[0]
+            sequence = next((s for s in self.waiting if s.may_run), None)
+            if sequence is None:
+                return
             # Room for all of it, not just this chunk, so that an admitted prefill is seldom preempted at once.
             if (
                 self.blocks.num_blocks_for(sequence.num_tokens + 1) > self.blocks.num_free_blocks
@@ -130,13 +137,15 @@ class Scheduler:
             num_tokens = min(sequence.num_uncomputed_tokens, budget)
             if not self.blocks.grow(sequence, num_tokens):
                 return
-            self.waiting.pop(0)
+            self.waiting.remove(sequence)
             insort(self.running, sequence, key=lambda s: s.arrival_idx)
             chunks[sequence.arrival_idx] = ScheduledChunk(sequence, num_tokens)
             budget -= num_tokens
 
     def _end(self, sequence: Sequence) -> None:
         sequence.is_finished = True
+        if sequence.grammar is not None:
+            sequence.grammar.close()
         self.blocks.free(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:

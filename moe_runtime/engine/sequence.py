@@ -5,6 +5,7 @@ from __future__ import annotations
 from moe_runtime.engine.messages import TokenLogprobs
 from moe_runtime.engine.request import Request, choice_seed
 from moe_runtime.engine.routed_experts import RoutedExperts, join_routed_experts
+from moe_runtime.engine.sequence_grammar import GrammarEnd, SequenceGrammar
 from moe_runtime.engine.sequence_rules import SequenceRules
 from moe_runtime.kernels.logit_rules import RowRules
 
@@ -29,6 +30,7 @@ class Sequence:
         prompt_logprobs: One entry per prompt token already scored; survives preemption.
         num_routed_tokens: Tokens whose experts are known, where they are asked for; survives preemption.
         is_finished: Ended or aborted; results of a step still under way are dropped.
+        grammar: Of the output, where it has one.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Sequence:
         self.num_routed_tokens = 0
         self._new_routing: list[RoutedExperts] = []
         self.is_finished = False
+        self.grammar: SequenceGrammar | None = None
         self._rules = rules or SequenceRules.of(request)
 
     @property
@@ -95,4 +98,17 @@ class Sequence:
     @property
     def rules(self) -> RowRules | None:
         """What to do to the logits that choose the next token; None for nothing. Follows from the tokens alone."""
-        return None if self._rules is None else self._rules.after(self.token_ids)
+        rules = None if self._rules is None else self._rules.after(self.token_ids)
+        return rules if self.grammar is None else self.grammar.restrict(rules)
+
+    @property
+    def may_run(self) -> bool:
+        """Whether a step can take it: what its next token may be is known. Steps without it change none of its bits."""
+        return self.grammar is None or self.grammar.is_ready_for(self.num_output_tokens)
+
+    def grammar_end(self) -> GrammarEnd | None:
+        """Why its grammar ends it before another token is chosen, or None."""
+        if self.grammar is None:
+            return None
+        rules = None if self._rules is None else self._rules.after(self.token_ids)
+        return self.grammar.end(rules, self.token_ids[-1])
