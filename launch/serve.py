@@ -27,7 +27,7 @@ from moe_runtime.config import ServeConfig
 from moe_runtime.engine.backend import Deployment, exchange_buffer_bytes, plan_deployment, start_engine
 from moe_runtime.engine.engine import Engine
 from moe_runtime.engine.follower import Follower
-from moe_runtime.engine.grammar_threads import GrammarThreads, open_grammars
+from moe_runtime.engine.grammar_threads import MASK_WAIT_S, GrammarThreads, open_grammars
 from moe_runtime.engine.kv_cache import kv_block_bytes
 from moe_runtime.engine.model_loader import (
     NUMERICS_VERSION,
@@ -285,7 +285,9 @@ def _serve(
 def _grammars(plan: ModelPlan) -> GrammarThreads:
     """Of this rank, its vocabulary prepared: no step shall wait for that."""
     tokenizer = Tokenizer.from_dir(plan.model_dir)
-    grammars = open_grammars(tokenizer, plan.config.vocab_size, plan.config.eos_token_ids)
+    grammars = open_grammars(
+        tokenizer, plan.config.vocab_size, plan.config.eos_token_ids, max_wait_s=MASK_WAIT_S
+    )
     assert grammars is not None, "there is a tokenizer"
     assert grammars.compiler is not None, "made when first asked for"
     return grammars

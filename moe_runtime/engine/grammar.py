@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_runtime.engine.structured_outputs import StructuredOutputs
+from moe_runtime.engine.structured_outputs import DEFAULT_WHITESPACE, StructuredOutputs
 from moe_runtime.engine.tokenizer import Tokenizer
 from moe_runtime.errors import InvalidRequestError
 
@@ -122,9 +122,9 @@ class GrammarCompiler:
         of = self._llguidance.LLMatcher
         match wanted.kind:
             case "json" | "json_object":
-                options: Any = {"whitespace_flexible": not wanted.disable_any_whitespace}
-                if wanted.whitespace_pattern is not None:
-                    options = {"whitespace_pattern": wanted.whitespace_pattern}
+                options: Any = {"whitespace_flexible": False}
+                if not wanted.disable_any_whitespace:
+                    options = {"whitespace_pattern": wanted.whitespace_pattern or DEFAULT_WHITESPACE}
                 return of.grammar_from_json_schema(wanted.schema_text(), overrides=options)
             case "regex":
                 assert wanted.regex is not None, "kind says so"

@@ -64,17 +64,17 @@ def frame(message: GrammarSetup | StructuredOutputs | CompiledGrammar) -> bytes:
     return _LENGTH.pack(len(data)) + data
 
 
-def harm_in_words(returncode: int) -> str:
-    """What a grammar did to the process, by its exit code as ``subprocess`` gives it."""
+def harm_in_words(returncode: int) -> str | None:
+    """What a grammar did to the process, by its exit code as ``subprocess`` gives it; None where it is not to blame."""
     match -returncode:
         case signal.SIGXCPU:
             return f"it takes more than {COMPILE_CPU_S} s of processor time"
         case signal.SIGSEGV | signal.SIGBUS:
             return "its rules are nested too deeply"
-        case signal.SIGABRT | signal.SIGKILL:
+        case signal.SIGABRT:
             return f"it takes more than {COMPILE_MEMORY_BYTES >> 20} MiB of memory"
         case _:
-            return f"the compiler has ended with exit code {returncode}"
+            return None
 
 
 def _main() -> None:

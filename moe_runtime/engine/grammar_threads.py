@@ -25,7 +25,7 @@ from moe_runtime.errors import InvalidRequestError
 __all__ = ["MASK_WAIT_S", "GrammarThreads", "open_grammars", "with_grammars"]
 
 MASK_WAIT_S = 0.002
-"""Most of a step's time that goes into waiting for masks; a sequence without one sits the step out."""
+"""Most of a served step's time that goes into waiting for masks; a sequence without one sits the step out."""
 
 NUM_COMPILE_THREADS = 2
 MAX_MASK_THREADS = 4
@@ -37,10 +37,14 @@ class GrammarThreads:
     Args:
         make_compiler: Called once, by the first use of ``compiler``.
         vocab_size: Of the model.
+        max_wait_s: Most of a step's time that ``wait`` takes; None is all that the work takes.
     """
 
-    def __init__(self, make_compiler: Callable[[], GrammarCompiler], vocab_size: int) -> None:
+    def __init__(
+        self, make_compiler: Callable[[], GrammarCompiler], vocab_size: int, max_wait_s: float | None = None
+    ) -> None:
         self._vocab_size = vocab_size
+        self._max_wait_s = max_wait_s
         self._make_compiler = make_compiler
         self._compiler: GrammarCompiler | None = None
         self._compiler_lock = threading.Lock()
@@ -74,11 +78,11 @@ class GrammarThreads:
         opened.start()
         return opened
 
-    def wait(self, grammars: Sequence[SequenceGrammar], timeout_s: float = MASK_WAIT_S) -> None:
-        """Wait until none of ``grammars`` is at work, for ``timeout_s`` at most."""
+    def wait(self, grammars: Sequence[SequenceGrammar]) -> None:
+        """Wait until none of ``grammars`` is at work, for ``max_wait_s`` at most."""
         if any(grammar.is_working for grammar in grammars):
             with self._changed:
-                self._changed.wait_for(lambda: not any(g.is_working for g in grammars), timeout_s)
+                self._changed.wait_for(lambda: not any(g.is_working for g in grammars), self._max_wait_s)
 
     def close(self) -> None:
         """Let the threads end."""
@@ -87,12 +91,17 @@ class GrammarThreads:
 
 
 def open_grammars(
-    tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Sequence[int]
+    tokenizer: Tokenizer | None,
+    vocab_size: int,
+    eos_token_ids: Sequence[int],
+    max_wait_s: float | None = None,
 ) -> GrammarThreads | None:
-    """For one rank of a model; None where it has no tokenizer. Arguments as for ``GrammarCompiler``."""
+    """For one rank of a model; None where it has no tokenizer. Arguments as for ``GrammarCompiler`` and the threads."""
     if tokenizer is None:
         return None
-    return GrammarThreads(lambda: GrammarCompiler(tokenizer, vocab_size, eos_token_ids), vocab_size)
+    return GrammarThreads(
+        lambda: GrammarCompiler(tokenizer, vocab_size, eos_token_ids), vocab_size, max_wait_s
+    )
 
 
 def with_grammars(requests: Sequence[Request], grammars: GrammarThreads | None) -> list[Request]:

@@ -14,6 +14,7 @@ from typing import Any
 from moe_runtime.errors import InvalidRequestError
 
 __all__ = [
+    "DEFAULT_WHITESPACE",
     "KINDS",
     "MAX_CHOICE_TEXTS",
     "MAX_GRAMMAR_BYTES",
@@ -28,6 +29,8 @@ MAX_GRAMMAR_BYTES = 2**17
 MAX_SCHEMA_DEPTH = 64
 """Objects and lists inside each other."""
 MAX_CHOICE_TEXTS = 4096
+DEFAULT_WHITESPACE = r"\n?[ \t]{0,32}"
+"""Between parts of JSON: room to indent, none for a model that would go on with blank lines for ever."""
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
 
@@ -42,7 +45,8 @@ class StructuredOutputs:
         choice: The output is one of these texts.
         grammar: The output is derived from ``start`` of this Lark grammar, or from ``root`` of this GBNF grammar.
         disable_any_whitespace: With JSON: no white space between its parts.
-        whitespace_pattern: With JSON: the expression that white space between its parts matches; by default any.
+        whitespace_pattern: With JSON: the expression that white space between its parts matches, by default
+            ``DEFAULT_WHITESPACE``.
     """
 
     json: str | dict[str, Any] | None = None

@@ -153,7 +153,7 @@ class FrontEnd:
             if self._drain_task is not None:
                 self._drain_task.cancel()
             await asyncio.wait({receiving})
-            context.grammars.close()
+            await context.grammars.close()
             self._client.close()
 
     async def _context(self) -> Context:

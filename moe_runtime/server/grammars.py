@@ -20,7 +20,7 @@ import msgspec
 from moe_runtime.engine.grammar_process import CompiledGrammar, GrammarSetup, frame, harm_in_words
 from moe_runtime.engine.structured_outputs import Grammar, StructuredOutputs
 from moe_runtime.errors import InvalidRequestError
-from moe_runtime.server.errors import RETRY_AFTER_S, ApiError
+from moe_runtime.server.errors import RETRY_AFTER_S, ApiError, unavailable
 
 __all__ = ["MAX_PROCESSES", "MAX_REMEMBERED", "MAX_REMEMBERED_BYTES", "MAX_WAITING", "GrammarProcesses"]
 
@@ -47,7 +47,7 @@ class GrammarProcesses:
         self._setup = setup
         self._on_compiled = on_compiled
         self._idle: list[asyncio.subprocess.Process] = []
-        self._busy: set[asyncio.subprocess.Process] = set()
+        self._processes: set[asyncio.subprocess.Process] = set()
         self._places = asyncio.Semaphore(MAX_PROCESSES)
         self._num_waiting = 0
         self._remembered: OrderedDict[bytes, CompiledGrammar] = OrderedDict()
@@ -58,7 +58,7 @@ class GrammarProcesses:
 
         Raises:
             InvalidRequestError: it cannot be compiled within the bounds.
-            ApiError: 429, too many calls wait for the compiler.
+            ApiError: 429, too many calls wait for the compiler; 503, it has ended or hangs, and not for this grammar.
         """
         key = hashlib.sha256(msgspec.msgpack.encode(wanted)).digest()
         found = self._remembered.get(key)
@@ -72,12 +72,12 @@ class GrammarProcesses:
             raise InvalidRequestError(found.message, param=found.param, code="invalid_grammar")
         return Grammar(text=found.text, compile_s=found.compile_s)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End the processes."""
-        for process in (*self._idle, *self._busy):
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
         self._idle.clear()
+        for process in self._processes:
+            _kill(process)
+        await asyncio.gather(*(process.wait() for process in self._processes))
 
     async def _compile(self, wanted: StructuredOutputs) -> CompiledGrammar:
         if self._num_waiting >= MAX_WAITING:
@@ -95,29 +95,21 @@ class GrammarProcesses:
             self._num_waiting -= 1
         process: asyncio.subprocess.Process | None = None
         try:
-            process = self._idle.pop() if self._idle else await self._start()
-            self._busy.add(process)
+            while self._idle and process is None:
+                process = self._idle.pop()
+                process = process if process.returncode is None else None
+            process = process or await self._start()
             answer = await asyncio.wait_for(_ask(process, wanted), TIMEOUT_S)
             if answer is None:
-                reason = harm_in_words(await process.wait())
-                param = f"structured_outputs.{wanted.kind}"
-                return CompiledGrammar(message=f"{param} cannot be compiled: {reason}", param=param)
-            self._busy.discard(process)
+                return _harm(wanted, await process.wait())
             self._idle.append(process)
             process = None
             return answer
         except TimeoutError:
-            raise ApiError(
-                503,
-                "the compiler of grammars does not answer",
-                type="service_unavailable_error",
-                code="no_compiler",
-            ) from None
+            raise _no_compiler("it does not answer") from None
         finally:
             if process is not None:  # gone, or in an unknown state
-                self._busy.discard(process)
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
+                _kill(process)
             self._places.release()
 
     async def _start(self) -> asyncio.subprocess.Process:
@@ -131,6 +123,7 @@ class GrammarProcesses:
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             limit=2**26,
         )
+        self._processes = {known for known in self._processes if known.returncode is None} | {process}
         assert process.stdin is not None, "stdin is a pipe"
         process.stdin.write(frame(self._setup))
         return process
@@ -157,6 +150,26 @@ async def _ask(process: asyncio.subprocess.Process, wanted: StructuredOutputs) -
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
     return msgspec.msgpack.decode(data, type=CompiledGrammar)
+
+
+def _harm(wanted: StructuredOutputs, returncode: int) -> CompiledGrammar:
+    """What a grammar has done. Raises ``ApiError`` 503 where the process has ended for another reason."""
+    reason = harm_in_words(returncode)
+    if reason is None:
+        raise _no_compiler(f"it has ended with exit code {returncode}")
+    param = f"structured_outputs.{wanted.kind}"
+    return CompiledGrammar(message=f"{param} cannot be compiled: {reason}", param=param)
+
+
+def _no_compiler(reason: str) -> ApiError:
+    return unavailable(f"no compiler of grammars: {reason}", code="no_compiler")
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    assert process.stdin is not None, "stdin is a pipe"
+    process.stdin.close()
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
 
 
 def _num_bytes(found: CompiledGrammar) -> int:

@@ -197,7 +197,7 @@ class StructuredOutputsBody(_Body):
     disable_any_whitespace: bool | None = None
     whitespace_pattern: str | None = None
     disable_additional_properties: Literal[False] | None = None
-    structural_tag: None = None
+    structural_tag: _EmptyField = None
 
 
 class GenerationBody(_Body):

@@ -9,7 +9,7 @@ run on one deployment, so both levels promise these axes. What ``topology`` runs
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from moe_runtime.eplb.placement import ModelPlacement
@@ -24,6 +24,7 @@ __all__ = [
     "BUCKET_EDGES",
     "GRAPHS_ABSENT",
     "PLACEMENT_ABSENT",
+    "TOKENIZER_ABSENT",
     "TOPOLOGIES_ABSENT",
     "Axis",
     "AxisSetup",
@@ -41,6 +42,7 @@ FEWEST_STEP_TOKENS = 15
 BUCKET_OUTPUT_TOKENS = 3
 SHORT_OUTPUT_TOKENS = 8
 GRAPHS_ABSENT = "not applicable: this device or transport has no graphs"
+TOKENIZER_ABSENT = "not applicable: a grammar is over text, and the checkpoint has no tokenizer"
 TOPOLOGIES_ABSENT = "not applicable: level batch promises one deployment, which has no other transport here"
 PLACEMENT_ABSENT = (
     "not applicable: experts stay where they are on this deployment, and the level promises no other"
@@ -74,6 +76,7 @@ class AxisSetup:
         enforce_eager: Whether the engine started without graphs; None on a device that has none.
         captures: Whether the deployment of the check can have graphs.
         full: Every case, every output token, more batches.
+        has_tokenizer: Whether texts can be asked for.
         topologies: Other deployments whose bits must be these.
         placement: Where experts are; None where they stay.
         copies: A deployment with copies of experts whose bits must be these, and where its experts are.
@@ -88,6 +91,7 @@ class AxisSetup:
     enforce_eager: bool | None = None
     captures: bool = True
     full: bool = False
+    has_tokenizer: bool = True
     topologies: Sequence[Topology] = ()
     placement: ModelPlacement | None = None
     copies: tuple[Topology, ModelPlacement] | None = None
@@ -293,6 +297,31 @@ def _placement(setup: AxisSetup) -> list[Run]:
     return runs
 
 
+def _structured_output(setup: AxisSetup) -> list[Run]:
+    if not setup.has_tokenizer:
+        return []
+    cases = setup.source.structured_cases()
+    alone = [
+        Run(name=f"alone on engine {i % setup.num_engines}", cases=[case], ranks=[i % setup.num_engines])
+        for i, case in enumerate(cases)
+    ]
+    others = [case for case in setup.some_cases(NUM_ALONE) if case.name in setup.reference]
+    mixed = setup.source.shuffle("structured", [*cases, *setup.short(others)])
+    (preempted,) = _preempt(replace(setup, cases=cases, full=True))
+    return [
+        *alone,
+        Run(name="together", cases=cases),
+        Run(
+            name="among others, at random steps",
+            cases=mixed,
+            ranks=setup.source.integers("structured ranks", len(mixed), setup.num_engines),
+            arrival_steps=setup.source.integers("structured steps", len(mixed), NUM_ARRIVAL_STEPS),
+        ),
+        Run(name="in chunks of 16 tokens", cases=cases, max_num_seqs=len(cases), max_num_batched_tokens=16),
+        replace(preempted, name=f"preempted, {preempted.name}"),
+    ]
+
+
 def _random_batches(setup: AxisSetup, what: str, cases: list[Case]) -> list[Run]:
     """All cases in order, then random halves or more of them in random order."""
     num_batches = FULL_NUM_RANDOM_BATCHES if setup.full else NUM_RANDOM_BATCHES
@@ -314,6 +343,7 @@ AXES: dict[str, Axis] = {
     "mixed": Axis(Verdict.BATCH, _mixed),
     "prefix": Axis(Verdict.BATCH, _prefix),
     "chunks": Axis(Verdict.SCHEDULE, _chunks),
+    "structured_output": Axis(Verdict.BATCH, _structured_output, absent=TOKENIZER_ABSENT),
     "preempt": Axis(Verdict.SCHEDULE, _preempt, needs_preemption=True),
     "forced": Axis(Verdict.SCHEDULE, _forced),
     "scored": Axis(Verdict.SCHEDULE, _scored),

@@ -82,6 +82,7 @@ def check(llm: LLM, config: CheckConfig, progress: ProgressFactory) -> CheckRepo
             enforce_eager=llm.config.enforce_eager if llm.model.plan.device.type == "cuda" else None,
             full=config.full,
             captures=own_topology(llm).captures,
+            has_tokenizer=llm.tokenizer is not None,
             placement=None if llm.model.plan.fixed_reason else llm.placement,
             copies=_copies(llm),
             topologies=other_topologies(

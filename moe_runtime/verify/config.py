@@ -26,13 +26,14 @@ class CheckConfig:
     Attributes:
         num_prompts: Random prompts in the reference batch.
         max_tokens: Output tokens of each.
-        axes: Axes to run: again, shuffled, alone, arrival, single, mixed, prefix, chunks, preempt, forced, scored,
-            buckets, graph, placement, topology; by default all.
+        axes: Axes to run: again, shuffled, alone, arrival, single, mixed, prefix, chunks, structured_output, preempt,
+            forced, scored, buckets, graph, placement, topology; by default all.
         full: Every prompt greedy and seeded, and every one of them on every axis; takes long.
         json: File for the report.
         control: Tree to switch off in all runs, to see the check fail: split-k-gemm, free-gemm, arrival-combine,
-            batch-attention, batch-noise. Exit code 4 when the check notices, 5 when it does not. Where no dtype is
-            given, float32: a few bfloat16 rows mostly add to the same fp32 sum in any order.
+            batch-attention, batch-noise, shifted-masks (of structured_output). Exit code 4 when the check notices, 5
+            when it does not. Where no dtype is given, float32: a few bfloat16 rows mostly add to the same fp32 sum in
+            any order.
         expect_digest: Digest that the outputs of the reference batch must have, from another run of the same check; at
             level ``batch`` with multiple reduction on, from one on as many ranks (with the same fingerprint).
     """

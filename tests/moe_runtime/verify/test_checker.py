@@ -18,6 +18,7 @@ from moe_runtime.verify.axes import AXES, GRAPHS_ABSENT, PLACEMENT_ABSENT
 from moe_runtime.verify.checker import ProgressFactory, check
 from moe_runtime.verify.compare import Output
 from moe_runtime.verify.config import CheckConfig
+from moe_runtime.verify.prompts import STRUCTURED_FORMS
 from moe_runtime.verify.report import CheckExit, CheckReport
 from moe_runtime.verify.runner import Run, Runner, RunResult
 from tests.ranks import RankContext
@@ -39,6 +40,8 @@ def test_every_axis_passes(llm: LLM, small_check: MakeConfig, progress: Progress
     by_name = {axis.name: axis for axis in report.axes}
     assert by_name["preempt"].num_preemptions > 0
     assert by_name["chunks"].num_cases == 4 * 4
+    assert by_name["structured_output"].num_preemptions > 0
+    assert by_name["structured_output"].num_requests > 2 * len(STRUCTURED_FORMS)
     assert by_name["single"].num_unique_outputs == 2
     assert by_name["buckets"].num_cases > 100
     assert all(axis.num_unique_outputs == axis.num_requests > 0 for axis in report.axes if axis.passed)
@@ -50,6 +53,8 @@ def test_every_control_is_seen_to_fail(
     llm: LLM, small_check: MakeConfig, progress: ProgressFactory, which: Control
 ) -> None:
     axes = ("again", "shuffled", "alone", "single", "mixed")
+    if which is Control.SHIFTED_MASKS:
+        axes = ("again", "structured_output")
     report = check(llm, small_check(control=which.value, axes=axes, max_tokens=8), progress)
     assert report.exit_code is CheckExit.DIFFERENT
     assert report.verdicts()["batch"] == "different"
@@ -59,8 +64,9 @@ def test_every_control_is_seen_to_fail(
     seen = next(axis for axis in report.axes if axis.num_differing)
     assert seen.num_unique_outputs > seen.num_requests
     assert seen.num_forced_tokens > 0
-    # Noise moves tokens but no logits, so nothing differs once the tokens are forced.
-    assert (seen.num_forced_differing > 0) is (which is not Control.BATCH_NOISE)
+    # Noise and masks move tokens but no logits, so nothing differs once the tokens are forced.
+    moves_logits = which not in (Control.BATCH_NOISE, Control.SHIFTED_MASKS)
+    assert (seen.num_forced_differing > 0) is moves_logits
 
 
 def test_a_control_that_no_axis_can_see_is_told(
