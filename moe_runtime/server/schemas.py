@@ -16,6 +16,7 @@ __all__ = [
     "CompletionBody",
     "DetokenizeBody",
     "GenerationBody",
+    "JsonSchemaFormat",
     "Prompts",
     "ResponseFormat",
     "StreamOptions",

@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 
 import moe_runtime.builtin
+from moe_runtime.comm.groups import RankGroup
 from moe_runtime.engine.llm import LLM
 from moe_runtime.engine.request import SamplingParams
 from moe_runtime.engine.structured_outputs import StructuredOutputs
 from moe_runtime.errors import InvalidRequestError
 from moe_runtime.kernels.schedules import Control, control
 from tests.checkpoints import tiny_config, write_checkpoint
+from tests.ranks import RankContext
 
 EOS = 2047
 VOCAB = 2048 + 40  # the head is padded beyond the tokenizer
@@ -210,3 +212,15 @@ def test_a_checkpoint_without_a_tokenizer_refuses(tmp_path):
     with pytest.raises(InvalidRequestError, match="structured_outputs need a tokenizer"):
         one(llm, [1], replace(GREEDY, logprobs=None, structured_outputs=FORMS[0]))
     llm.close()
+
+
+def on_a_rank(context: RankContext, folder: str) -> list:
+    group = RankGroup(rank=context.rank, size=context.world_size, process_group=context.process_group)
+    llm = LLM(folder, group=group, max_num_seqs=16, max_model_len=192)
+    return together(llm)
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(8, marks=pytest.mark.slow)])
+def test_other_numbers_of_ranks_change_nothing(ranks, llm, reference, num_ranks):
+    for outputs in ranks(num_ranks, on_a_rank, llm.config.model):
+        assert outputs == reference
