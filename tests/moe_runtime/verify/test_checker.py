@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,16 +12,18 @@ import msgspec
 import numpy as np
 import pytest
 
+import moe_runtime.builtin
 from moe_runtime.engine.config import EngineConfig
 from moe_runtime.engine.llm import LLM
 from moe_runtime.kernels.schedules import Control, active_control
-from moe_runtime.verify.axes import AXES, GRAPHS_ABSENT, PLACEMENT_ABSENT
+from moe_runtime.verify.axes import AXES, GRAPHS_ABSENT, PLACEMENT_ABSENT, TOKENIZER_ABSENT
 from moe_runtime.verify.checker import ProgressFactory, check
 from moe_runtime.verify.compare import Output
 from moe_runtime.verify.config import CheckConfig
 from moe_runtime.verify.prompts import STRUCTURED_FORMS
 from moe_runtime.verify.report import CheckExit, CheckReport
 from moe_runtime.verify.runner import Run, Runner, RunResult
+from tests.checkpoints import tiny_config, write_checkpoint
 from tests.ranks import RankContext
 
 MakeConfig = Callable[..., CheckConfig]
@@ -32,6 +35,7 @@ def test_every_axis_passes(llm: LLM, small_check: MakeConfig, progress: Progress
     elsewhere = "equal on loopback EP 2, loopback EP 4, loopback EP 8"
     assert findings == dict.fromkeys(AXES, "equal") | {
         "graph": GRAPHS_ABSENT,
+        "structured_output": TOKENIZER_ABSENT,
         "placement": "equal on loopback EP 4, 1 redundant, moved amid",
         "topology": elsewhere,
     }
@@ -40,21 +44,20 @@ def test_every_axis_passes(llm: LLM, small_check: MakeConfig, progress: Progress
     by_name = {axis.name: axis for axis in report.axes}
     assert by_name["preempt"].num_preemptions > 0
     assert by_name["chunks"].num_cases == 4 * 4
-    assert by_name["structured_output"].num_preemptions > 0
-    assert by_name["structured_output"].num_requests > 2 * len(STRUCTURED_FORMS)
     assert by_name["single"].num_unique_outputs == 2
     assert by_name["buckets"].num_cases > 100
     assert all(axis.num_unique_outputs == axis.num_requests > 0 for axis in report.axes if axis.passed)
     assert active_control() is Control.NONE
 
 
-@pytest.mark.parametrize("which", [control for control in Control if control is not Control.NONE])
+UNMASKED_CONTROLS = [control for control in Control if control not in (Control.NONE, Control.SHIFTED_MASKS)]
+
+
+@pytest.mark.parametrize("which", UNMASKED_CONTROLS)
 def test_every_control_is_seen_to_fail(
     llm: LLM, small_check: MakeConfig, progress: ProgressFactory, which: Control
 ) -> None:
     axes = ("again", "shuffled", "alone", "single", "mixed")
-    if which is Control.SHIFTED_MASKS:
-        axes = ("again", "structured_output")
     report = check(llm, small_check(control=which.value, axes=axes, max_tokens=8), progress)
     assert report.exit_code is CheckExit.DIFFERENT
     assert report.verdicts()["batch"] == "different"
@@ -64,9 +67,30 @@ def test_every_control_is_seen_to_fail(
     seen = next(axis for axis in report.axes if axis.num_differing)
     assert seen.num_unique_outputs > seen.num_requests
     assert seen.num_forced_tokens > 0
-    # Noise and masks move tokens but no logits, so nothing differs once the tokens are forced.
-    moves_logits = which not in (Control.BATCH_NOISE, Control.SHIFTED_MASKS)
-    assert (seen.num_forced_differing > 0) is moves_logits
+    # Noise moves tokens but no logits, so nothing differs once the tokens are forced.
+    assert (seen.num_forced_differing > 0) is (which is not Control.BATCH_NOISE)
+
+
+def test_forms_of_outputs_are_checked_and_masks_of_another_row_are_seen(
+    tmp_path: Path, small_check: MakeConfig, progress: ProgressFactory
+) -> None:
+    folder = write_checkpoint(tmp_path / "spoken", tiny_config("qwen3_moe", vocab_size=2048))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(moe_runtime.builtin.__file__).parent / name, folder / name)
+    llm = LLM(str(folder), max_model_len=256)
+    fields = {"axes": ("again", "structured_output"), "max_tokens": 12, "num_prompts": 4}
+    report = check(llm, small_check(**fields), progress)
+    again, axis = report.axes
+    assert axis.finding == again.finding == "equal"
+    assert axis.num_preemptions > 0
+    assert axis.num_requests == 2 * len(STRUCTURED_FORMS) + 4
+    report = check(llm, small_check(control="shifted-masks", **fields), progress)
+    again, axis = report.axes
+    assert again.finding == "equal"
+    assert axis.num_differing > 0
+    # Masks move tokens but no logits, so nothing differs once the tokens are forced.
+    assert axis.num_forced_differing == 0
+    assert report.exit_code is CheckExit.DIFFERENT
 
 
 def test_a_control_that_no_axis_can_see_is_told(
