@@ -7,7 +7,7 @@ that is off leaves the bits as they are:
 2. frequency: x - f * c where c > 0, the times that v is in the output so far.
 3. presence: x - p where c > 0.
 4. bias: x + b(v).
-5. masks: -inf where tokens are allowed by name and v is not among them, and where v is banned.
+5. masks: -inf where tokens are allowed by name, or by a bit each, and v is not among them, and where v is banned.
 
 The order of penalties and their formulas are those of vLLM's ``SamplingParams`` (presence and frequency over generated
 tokens as in OpenAI's API reference; repetition over prompt and generated tokens, Keskar et al., "CTRL: a conditional
@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-__all__ = ["NO_IDS", "Ids", "RowRules", "apply_rules", "apply_rules_reference"]
+__all__ = ["NO_IDS", "Ids", "RowRules", "apply_rules", "apply_rules_reference", "leaves_a_token"]
 
 Ids = NDArray[np.int32]
 
@@ -51,6 +51,8 @@ class RowRules:
         bias_ids: Distinct ids with a bias.
         bias: ``[len(bias_ids)]`` float32, finite.
         allowed_ids: Distinct ids that may be chosen; None for all.
+        allowed_mask: A grammar's, ``[ceil(vocab / 32)]`` int32: v may be chosen where bit ``v % 32`` of word
+            ``v // 32`` is set; None for all.
         banned_ids: Ids that may not be chosen.
         banned_after: As many: -1 for always, else the last token after which the ban holds.
     """
@@ -63,6 +65,7 @@ class RowRules:
     bias_ids: Ids = field(default_factory=lambda: NO_IDS)
     bias: NDArray[np.float32] = field(default_factory=lambda: _NO_BIAS)
     allowed_ids: Ids | None = None
+    allowed_mask: Ids | None = None
     banned_ids: Ids = field(default_factory=lambda: NO_IDS)
     banned_after: Ids = field(default_factory=lambda: NO_IDS)
 
@@ -111,10 +114,31 @@ def apply_rules_reference(
                 x = x - p
             if v in bias:
                 x = x + bias[v]
-            if v in banned or (rule.allowed_ids is not None and v not in rule.allowed_ids):
+            is_named = rule.allowed_ids is None or v in rule.allowed_ids
+            has_bit = rule.allowed_mask is None or bool(int(rule.allowed_mask[v // 32]) >> v % 32 & 1)
+            if v in banned or not is_named or not has_bit:
                 x = torch.tensor(-torch.inf)
             result[row, v] = x
     return result
+
+
+def leaves_a_token(rule: RowRules, last_id: int, vocab_size: int) -> bool:
+    """Whether the masks of a row let some token be chosen.
+
+    Args:
+        rule: Of the row.
+        last_id: The row's last token.
+        vocab_size: Columns of its logits.
+    """
+    allowed = np.ones(vocab_size, dtype=np.bool_)
+    if rule.allowed_mask is not None:
+        allowed = _bits(rule.allowed_mask, vocab_size)
+    if rule.allowed_ids is not None:
+        named = np.zeros(vocab_size, dtype=np.bool_)
+        named[rule.allowed_ids] = True
+        allowed &= named
+    allowed[_banned(rule, last_id)] = False
+    return bool(allowed.any())
 
 
 def _apply(values: NDArray[np.float32], rule: RowRules, last_id: int) -> None:
@@ -134,5 +158,15 @@ def _apply(values: NDArray[np.float32], rule: RowRules, last_id: int) -> None:
         allowed = values[rule.allowed_ids]
         values.fill(-np.inf)
         values[rule.allowed_ids] = allowed
-    applies = (rule.banned_after < 0) | (rule.banned_after == last_id)
-    values[rule.banned_ids[applies]] = -np.inf
+    if rule.allowed_mask is not None:
+        values[~_bits(rule.allowed_mask, len(values))] = -np.inf
+    values[_banned(rule, last_id)] = -np.inf
+
+
+def _banned(rule: RowRules, last_id: int) -> Ids:
+    banned: Ids = rule.banned_ids[(rule.banned_after < 0) | (rule.banned_after == last_id)]
+    return banned
+
+
+def _bits(words: Ids, count: int) -> NDArray[np.bool_]:
+    return np.unpackbits(words.view(np.uint8), count=count, bitorder="little").astype(np.bool_)

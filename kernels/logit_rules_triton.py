@@ -1,7 +1,8 @@
 """Penalties, bias and masks of rows in Triton, by the definition in ``logit_rules.py``.
 
 Symbols: R rows with rules, V columns (vocabulary), S segments, N numbers in them. A segment is a run of ids of one row
-and one kind: its output, its prompt, what it allows, bans or biases.
+and one kind: its output, its prompt, what it allows, bans or biases. Bits that allow tokens come as M masks of
+ceil(V / 32) words.
 
 Three passes: marks count and flag each element's ids by integer atomics, whose order cannot matter; then every
 element is computed from its logit and its mark; then biases are added, which a mask's -inf does not feel. An id that
@@ -33,7 +34,8 @@ _OUTPUT, _PROMPT, _ALLOWED, _BANNED, _BIAS = (tl.constexpr(kind) for kind in ran
 _COUNT_MASK = tl.constexpr(2**24 - 1)
 _PROMPT_FLAG, _ALLOWED_FLAG, _BANNED_FLAG = (tl.constexpr(1 << bit) for bit in (24, 25, 26))
 
-_SETTINGS = 5  # int32 per row: which row of the logits, r, f, p, whether ids are allowed by name
+# int32 per row: which row of the logits, r, f, p, whether ids are allowed by name, which mask it has (-1: none)
+_SETTINGS = 6
 _SEGMENT = 4  # int32 per segment: row, kind, start, length
 _BLOCK = 1024
 
@@ -43,10 +45,11 @@ class RuleRows:
     """Rules of R rows on the device.
 
     Attributes:
-        settings: ``[5, R]`` int32; columns as ``_SETTINGS`` says, floats by their bits.
+        settings: ``[6, R]`` int32; columns as ``_SETTINGS`` says, floats by their bits.
         segments: ``[S, 4]`` int32: row in [0, R), kind, start in ``ids``, length. What belongs to ids, the token that a
             ban follows or the bits of a bias, follows them in a run of the same length.
         ids: ``[N]`` int32.
+        masks: ``[M, ceil(V / 32)]`` int32, bits of tokens that may be chosen; a row's mask is one of them.
         longest: Largest length of a segment.
         has_bias: Whether some segment is a bias.
     """
@@ -54,6 +57,7 @@ class RuleRows:
     settings: torch.Tensor
     segments: torch.Tensor
     ids: torch.Tensor
+    masks: torch.Tensor
     longest: int
     has_bias: bool
 
@@ -81,12 +85,15 @@ class RuleRows:
                     runs += [ids] if more is None else [ids, more]
                     num_ids += len(ids) if more is None else 2 * len(ids)
         num_settings, num_segments = _SETTINGS * len(rules), _SEGMENT * len(segments)
+        masks = [rule.allowed_mask for rule in rules if rule.allowed_mask is not None]
+        num_words = sum(len(mask) for mask in masks)
         host = torch.empty(
-            num_settings + num_segments + num_ids,
+            num_settings + num_segments + num_words + num_ids,
             dtype=torch.int32,
             pin_memory=torch.device(device).type == "cuda",
         )
-        settings, parts, ids = np.split(host.numpy(), [num_settings, num_settings + num_segments])
+        masks_at, ids_at = num_settings + num_segments, num_settings + num_segments + num_words
+        settings, parts, words, ids = np.split(host.numpy(), [num_settings, masks_at, ids_at])
         settings = settings.reshape(_SETTINGS, len(rules))
         settings[0] = row_idx
         for column, values in enumerate(
@@ -99,14 +106,19 @@ class RuleRows:
         ):
             settings[column] = np.array(values, dtype=np.float32).view(np.int32)
         settings[4] = [rule.allowed_ids is not None for rule in rules]
+        has_mask = np.array([rule.allowed_mask is not None for rule in rules])
+        settings[5] = np.where(has_mask, np.cumsum(has_mask) - 1, -1)
+        if masks:
+            np.concatenate(masks, out=words)
         parts[:] = np.array(segments, dtype=np.int32).reshape(-1)
         if runs:
             np.concatenate(runs, out=ids)
         moved = host.to(device, non_blocking=True)
         return cls(
             settings=moved[:num_settings].view(_SETTINGS, len(rules)),
-            segments=moved[num_settings : num_settings + num_segments].view(-1, _SEGMENT),
-            ids=moved[num_settings + num_segments :],
+            segments=moved[num_settings:masks_at].view(-1, _SEGMENT),
+            ids=moved[ids_at:],
+            masks=moved[masks_at:ids_at].view(len(masks), num_words // max(len(masks), 1)),
             longest=max((length for *_, length in segments), default=0),
             has_bias=any(kind == _BIAS.value for _, kind, *_ in segments),
         )
@@ -134,7 +146,7 @@ def apply_rules(logits: torch.Tensor, rows: RuleRows, last_ids: torch.Tensor) ->
             rows.segments, rows.ids, rows.settings, last_ids, marks, vocab, _BLOCK, **options
         )
     _apply_kernel[num_rows, triton.cdiv(vocab, _BLOCK)](
-        logits, logits.stride(0), vocab, rows.settings, num_rows, marks, out, _BLOCK, **options
+        logits, logits.stride(0), vocab, rows.settings, num_rows, rows.masks, marks, out, _BLOCK, **options
     )
     if rows.has_bias:
         _bias_kernel[by_segment](rows.segments, rows.ids, out, vocab, _BLOCK, **options)
@@ -171,7 +183,7 @@ def _mark_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["num_rows"], launch_metadata=tensors_cost("out", 8, besides="logits"))
 def _apply_kernel(  # type: ignore[no-untyped-def]
-    logits, row_stride, vocab, settings, num_rows, marks, out, BLOCK: tl.constexpr
+    logits, row_stride, vocab, settings, num_rows, masks, marks, out, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     source = tl.load(settings + row).to(tl.int64)
@@ -179,6 +191,7 @@ def _apply_kernel(  # type: ignore[no-untyped-def]
     frequency = tl.load(settings + 2 * num_rows + row).to(tl.float32, bitcast=True)
     presence = tl.load(settings + 3 * num_rows + row).to(tl.float32, bitcast=True)
     names_allowed = tl.load(settings + 4 * num_rows + row) != 0
+    mask_idx = tl.load(settings + 5 * num_rows + row).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < vocab
     x = tl.load(logits + source * row_stride + columns, mask=inside, other=0.0)
@@ -188,6 +201,10 @@ def _apply_kernel(  # type: ignore[no-untyped-def]
     x = tl.where(seen, tl.where(x > 0.0, tl.div_rn(x, repetition), x * repetition), x)
     x = tl.where(count > 0, x - frequency * count.to(tl.float32) - presence, x)
     blocked = ((mark & _BANNED_FLAG) != 0) | (names_allowed & ((mark & _ALLOWED_FLAG) == 0))
+    words = tl.load(
+        masks + mask_idx * tl.cdiv(vocab, 32) + columns // 32, mask=inside & (mask_idx >= 0), other=-1
+    )
+    blocked = blocked | (((words >> (columns % 32)) & 1) == 0)
     tl.store(out + row * vocab + columns, tl.where(blocked, float("-inf"), x), mask=inside)
 
 

@@ -43,6 +43,7 @@ class Control(StrEnum):
     BATCH_NOISE = "batch-noise"  # sampling noise keyed by the row's place in the batch
     PREFIX_COLLISION = "prefix-collision"  # cached prefixes told apart by their lengths, not by their tokens
     DRAFT_BONUS = "draft-bonus"  # the token after accepted drafts taken from the last draft's row
+    SHIFTED_MASKS = "shifted-masks"  # a row's grammar mask taken from the next row of the batch that has one
 
 
 _control = Control.NONE

@@ -35,6 +35,7 @@ from moe_runtime.engine.backend import (
 from moe_runtime.engine.draft_model import load_draft, plan_draft
 from moe_runtime.engine.engine import Engine
 from moe_runtime.engine.follower import Follower
+from moe_runtime.engine.grammar_threads import MASK_WAIT_S, GrammarThreads, open_grammars
 from moe_runtime.engine.kv_cache import kv_block_bytes
 from moe_runtime.engine.model_loader import (
     NUMERICS_VERSION,
@@ -45,6 +46,7 @@ from moe_runtime.engine.model_loader import (
 )
 from moe_runtime.engine.open_mover import open_mover
 from moe_runtime.engine.overlap import resolve_overlap
+from moe_runtime.engine.tokenizer import Tokenizer
 from moe_runtime.eplb.placement_file import placement_to_json
 from moe_runtime.errors import CapacityError, InvarianceError
 from moe_runtime.exit_codes import (
@@ -253,6 +255,7 @@ def _serve(
         mover = open_mover(model, config.engine, group)
         if needs_control_group(config.engine, plan.device.type):
             control = open_control_group(group)
+        grammars = _grammars(plan) if tensor_parallel.is_first else None
         with progress_bar("capturing graphs", shown=group.rank == 0) as on_capture:
             engine = start_engine(
                 model,
@@ -263,6 +266,7 @@ def _serve(
                 mover=mover,
                 control=control,
                 draft=draft,
+                grammars=grammars,
             )
         if config.http.kv_events:
             engine.report_kv_events()
@@ -309,6 +313,17 @@ def _serve(
     gc.collect()  # captured graphs hold on to the communicators that end next
     close_ranks(group, tensor_parallel, control)
     return exit_code
+
+
+def _grammars(plan: ModelPlan) -> GrammarThreads:
+    """Of this rank, its vocabulary prepared: no step shall wait for that."""
+    tokenizer = Tokenizer.from_dir(plan.model_dir)
+    grammars = open_grammars(
+        tokenizer, plan.config.vocab_size, plan.config.eos_token_ids, max_wait_s=MASK_WAIT_S
+    )
+    assert grammars is not None, "there is a tokenizer"
+    assert grammars.compiler is not None, "made when first asked for"
+    return grammars
 
 
 def _numbers(engine: Engine | Follower) -> str:

@@ -16,6 +16,7 @@ from moe_runtime.engine.draft_model import DraftModelProposer, plan_draft
 from moe_runtime.engine.engine import Engine
 from moe_runtime.engine.expert_mover import ExpertMover
 from moe_runtime.engine.follower import Follower
+from moe_runtime.engine.grammar_threads import GrammarThreads
 from moe_runtime.engine.kv_cache import KVCache, default_num_blocks, gpu_num_blocks, kv_block_bytes
 from moe_runtime.engine.model_loader import LoadedModel, ModelPlan
 from moe_runtime.engine.ngram_proposer import NgramProposer
@@ -99,6 +100,7 @@ def start_engine(
     mover: ExpertMover | None = None,
     control: RankGroup | None = None,
     draft: LoadedModel | None = None,
+    grammars: GrammarThreads | None = None,
 ) -> Engine | Follower:
     """An engine around loaded weights; a follower on all ranks of a tensor-parallel group but the first. A collective.
 
@@ -111,6 +113,7 @@ def start_engine(
         mover: From ``open_mover``.
         control: From ``open_control_group``, where ``needs_control_group``.
         draft: From ``load_draft``.
+        grammars: Of the checkpoint's tokenizer; None where it has none.
 
     Raises:
         CapacityError: memory ran out somewhere; on all ranks alike, and the decoder is as before.
@@ -137,6 +140,7 @@ def start_engine(
         control,
         prefix_cache=config.prefix_cache,
         speculation=speculation,
+        grammars=grammars,
     )
 
 

@@ -26,6 +26,7 @@ from moe_runtime.engine.runner import LaunchedStep, Runner
 from moe_runtime.engine.sampler import ScoredRow, given_token, num_logprobs, row_sampling
 from moe_runtime.engine.scheduler import ScheduledChunk
 from moe_runtime.engine.sequence import UNKNOWN_TOKEN
+from moe_runtime.engine.sequence_rules import batch_rules
 from moe_runtime.engine.sequence_slots import SequenceSlots
 from moe_runtime.engine.speculative import MOST_ROWS
 from moe_runtime.engine.step_plan import StepPlan
@@ -388,7 +389,7 @@ class CudaRunner(Runner):
         num_rows = len(rows)
         given = [given_token(row) for row in rows]
         free = [i for i, token in enumerate(given) if token is None]
-        rules = {i: rule for i in free if (rule := rows[i].rules) is not None}
+        rules = batch_rules({i: rows[i].rules for i in free})
         is_greedy = all(rows[i].sequence.params.temperature == 0 for i in free if i not in rules)
         chosen = self.chosen[:num_rows]
         if rules:

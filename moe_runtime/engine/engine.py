@@ -23,6 +23,7 @@ from moe_runtime.engine.batch import plan_step, wanted_rows
 from moe_runtime.engine.block_manager import BlockManager
 from moe_runtime.engine.cache_flush import CacheFlush
 from moe_runtime.engine.expert_mover import ExpertMover
+from moe_runtime.engine.grammar_threads import GrammarThreads
 from moe_runtime.engine.kv_events import BlockEvent
 from moe_runtime.engine.messages import ExpertLoadReport, RankStats, SequenceOutput, TokenLogprobs
 from moe_runtime.engine.request import Request
@@ -51,6 +52,7 @@ class Engine:
             (comm/control_group.py); by default ``group``.
         prefix_cache: Whether keys and values of equal beginnings are computed once.
         speculation: Drafts tokens; None for one token per sequence and step.
+        grammars: Masks of structured outputs; None takes no requests with a grammar.
     """
 
     def __init__(
@@ -65,7 +67,9 @@ class Engine:
         control: RankGroup | None = None,
         prefix_cache: bool = True,
         speculation: Speculation | None = None,
+        grammars: GrammarThreads | None = None,
     ) -> None:
+        self.grammars = grammars
         self.tensor_parallel = tensor_parallel or TensorParallel()
         self.mover = mover
         self.speculation = speculation
@@ -90,7 +94,14 @@ class Engine:
 
     def add_request(self, request: Request) -> None:
         """Queue a request made by ``make_request``."""
-        self.scheduler.add(request)
+        sequences = self.scheduler.add(request)
+        if request.grammar is None:
+            assert request.params.structured_outputs is None, "who hands a request over compiles its grammar"
+            return
+        assert self.grammars is not None, "an engine without a tokenizer has been given a grammar"
+        eos_token_ids = () if request.params.ignore_eos else tuple(self.eos_token_ids)
+        for sequence in sequences:
+            sequence.grammar = self.grammars.open(request.grammar, eos_token_ids)
 
     def abort(self, request_id: str, choice_idx: int | None = None) -> None:
         """Forget a request or one of its choices between steps; its blocks are free at once."""
@@ -127,6 +138,7 @@ class Engine:
         outputs, self._early_outputs = self._early_outputs, []
         if not self._may_overlap():
             outputs += self._collect()
+        outputs += self._end_by_grammar()
         chunks = self.scheduler.schedule()
         if self.speculation is not None:
             chunks = self.speculation.extend(chunks, self.scheduler)
@@ -233,6 +245,29 @@ class Engine:
         )
         return scheduler.blocks.num_free_blocks >= most_new_blocks
 
+    def _end_by_grammar(self) -> list[SequenceOutput]:
+        """End the sequences whose grammars leave them no token, once masks on their way are there or take too long."""
+        if self.grammars is None:
+            return []
+        scheduler = self.scheduler
+        sequences = [s for s in (*scheduler.running, *scheduler.waiting) if s.grammar is not None]
+        self.grammars.wait([s.grammar for s in sequences if s.grammar is not None])
+        outputs = []
+        for sequence in sequences:
+            end = sequence.grammar_end()
+            if end is not None:
+                scheduler.abort(sequence.request_id, sequence.choice_idx)
+                outputs.append(
+                    SequenceOutput(
+                        sequence.request_id,
+                        sequence.choice_idx,
+                        finish_reason="stop" if end.error is None else "error",
+                        routed_experts=sequence.take_routing(),
+                        error=end.error,
+                    )
+                )
+        return outputs
+
     def _collect(self) -> list[SequenceOutput]:
         """Wait for the step under way, if any, and take its results into the sequences."""
         step, self._under_way = self._under_way, None
@@ -313,6 +348,8 @@ class Engine:
         self.num_generation_tokens += len(token_ids)
         if ending.finish_reason is not None:
             self.scheduler.finish(sequence)
+        elif sequence.grammar is not None:
+            sequence.grammar.advance(token_ids)
         if chunk.draft_ids:
             assert self.speculation is not None, "there are drafts"
             num_accepted = len(token_ids) - 1

@@ -32,6 +32,7 @@ from moe_runtime.engine.engine import Engine
 from moe_runtime.engine.expert_mover import ExpertMover
 from moe_runtime.engine.follower import Follower
 from moe_runtime.engine.generation_config import sampling_defaults
+from moe_runtime.engine.grammar_threads import open_grammars, with_grammars
 from moe_runtime.engine.messages import SequenceOutput, TokenLogprobs
 from moe_runtime.engine.model_loader import LoadedModel, load_model, plan_model
 from moe_runtime.engine.open_mover import open_mover
@@ -56,8 +57,9 @@ class CompletionOutput:
         text: Text of the output, cut at the stop string; empty where the model has no tokenizer.
         token_ids: Output ids, an end-of-sequence or stop token included.
         logprobs: One entry per output token where asked for.
-        finish_reason: ``stop`` or ``length``.
+        finish_reason: ``stop`` or ``length``; ``error`` where the request left no token to choose.
         stop_reason: Stop string or stop token id that ended it, None for an end-of-sequence id.
+        error: Why it could not go on.
         seed: Seed in force (signed 64-bit, as requests take it), which repeats this choice as choice 0 of a new
             request.
         routing: Where asked for, the logical experts of each token that has run, as bytes; ``routed_experts`` as an
@@ -71,6 +73,7 @@ class CompletionOutput:
     stop_reason: str | int | None
     seed: int
     routing: RoutedExperts | None = None
+    error: str | None = None
 
     @property
     def routed_experts(self) -> npt.NDArray[np.uint8 | np.uint16] | None:
@@ -150,6 +153,7 @@ class LLM:
         except CheckpointError:
             # Token ids in, token ids out needs no tokenizer; text prompts are refused where there is none.
             self.tokenizer = None
+        self._grammars = open_grammars(self.tokenizer, plan.config.vocab_size, plan.config.eos_token_ids)
         self._mover: ExpertMover | None = None
         if self.config.rearrange_interval:
             self._mover = open_mover(self.model, self.config, self.group)
@@ -200,6 +204,8 @@ class LLM:
     def close(self) -> None:
         """``stop_engine`` for good, and end this model's links between ranks, not torch.distributed; a collective."""
         self.stop_engine()
+        if self._grammars is not None:
+            self._grammars.close()
         if self._mover is not None:
             self._mover.close()
         # Nobody's links end while another rank still takes rows from them.
@@ -221,6 +227,7 @@ class LLM:
             mover=self._mover,
             control=self._control,
             draft=self._draft,
+            grammars=self._grammars,
         )
 
     def reconfigure(
@@ -336,6 +343,7 @@ class LLM:
             )
             for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))
         ]
+        requests = with_grammars(requests, self._grammars)
         owner = list(ranks) if ranks is not None else list(range(len(prompts)))
         arrival = list(arrival_steps) if arrival_steps is not None else [0] * len(prompts)
         mine = sorted(
@@ -479,6 +487,7 @@ class _Choice:
         self.routing: list[RoutedExperts] = []
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
+        self.error: str | None = None
 
     def add(self, output: SequenceOutput) -> bool:
         if self.finish_reason is not None:
@@ -497,6 +506,7 @@ class _Choice:
         if self.finish_reason is not None:
             return output.finish_reason is None
         self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
+        self.error = output.error
         return False
 
     def result(self) -> CompletionOutput:
@@ -518,4 +528,5 @@ class _Choice:
             stop_reason=self.stop_reason,
             seed=self.seed,
             routing=routing,
+            error=self.error,
         )

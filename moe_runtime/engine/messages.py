@@ -64,11 +64,12 @@ class SequenceOutput(msgspec.Struct, frozen=True):
         logprobs: One entry per new token where asked for, else None.
         prompt_logprobs: Sent once, with the first output of choice 0: one entry per prompt token, None for the
             first of them; None where not asked for.
-        finish_reason: ``stop``, ``length`` or ``abort`` with the last output of the choice, else None.
+        finish_reason: ``stop``, ``length``, ``abort`` or ``error`` with the last output of the choice, else None.
         stop_reason: The stop token id that ended it, where one did (None for an end-of-sequence id).
         routed_experts: Where asked for, of the tokens that have run since the output before: of the whole prompt with
             the first output, then of the token before each new one.
         num_cached_tokens: With the first output, tokens of the prompt whose keys and values were in the prefix cache.
+        error: With finish reason ``error``: what about the request makes it impossible to go on.
     """
 
     request_id: str
@@ -80,6 +81,7 @@ class SequenceOutput(msgspec.Struct, frozen=True):
     stop_reason: int | None = None
     routed_experts: RoutedExperts | None = None
     num_cached_tokens: int = 0
+    error: str | None = None
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add"):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from moe_runtime.engine.structured_outputs import Grammar, StructuredOutputs, validate_structured_outputs
 from moe_runtime.errors import InvalidRequestError
 
 __all__ = [
@@ -98,6 +99,7 @@ class SamplingParams:
         cache_prompt: Take keys and values of tokens from the prefix cache where they are there, and leave those of this
             request in it. No result depends on it.
         cache_salt: Share cached prefixes with requests of the same salt alone; None is a salt of its own.
+        structured_outputs: Form that the output must have (docs/structured_output.md); None is any.
     """
 
     temperature: float = 1.0
@@ -125,6 +127,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     cache_prompt: bool = True
     cache_salt: str | None = None
+    structured_outputs: StructuredOutputs | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +162,7 @@ class Request:
         params: As asked for.
         bad_token_ids: The forms of ``bad_words``, in tokens.
         ending_ids: Where ``min_tokens`` is above 0, ids that would end the output.
+        grammar: Of ``structured_outputs``, compiled by whoever hands the request to an engine.
     """
 
     request_id: str
@@ -166,6 +170,7 @@ class Request:
     params: SamplingParams
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
     ending_ids: tuple[int, ...] = ()
+    grammar: Grammar | None = None
 
 
 def choice_seed(seed: int, choice_idx: int) -> int:
@@ -235,6 +240,17 @@ def validate_sampling(params: SamplingParams, limits: RequestLimits) -> None:
         )
     _token_ids("stop_token_ids", params.stop_token_ids, limits.vocab_size)
     _logit_rules(params, limits)
+    if params.structured_outputs is not None:
+        validate_structured_outputs(params.structured_outputs)
+        # No token of the output would be chosen.
+        if params.forced_token_ids is not None:
+            raise _invalid(
+                "structured_outputs", params.structured_outputs.kind, "must not come with forced_token_ids"
+            )
+        if params.max_tokens == 0:
+            raise _invalid(
+                "structured_outputs", params.structured_outputs.kind, "must not come with max_tokens 0"
+            )
     if params.forced_token_ids is not None:
         _list("forced_token_ids", params.forced_token_ids)
         if not params.forced_token_ids:
@@ -448,4 +464,4 @@ def _strings(name: str, texts: Sequence[str], max_texts: int, max_chars: int) ->
             raise _invalid(name, text, f"must be strings of 1 to {max_chars} characters")
 
 
-assert len(fields(SamplingParams)) == 25, "a new field of SamplingParams needs its rule in validate_sampling"
+assert len(fields(SamplingParams)) == 26, "a new field of SamplingParams needs its rule in validate_sampling"

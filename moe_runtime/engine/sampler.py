@@ -14,6 +14,7 @@ import torch
 
 from moe_runtime.engine.batch import LogitsRow
 from moe_runtime.engine.messages import TokenLogprobs
+from moe_runtime.engine.sequence_rules import batch_rules
 from moe_runtime.kernels.logit_rules import RowRules, apply_rules
 from moe_runtime.kernels.sampling import RowSampling, sample
 from moe_runtime.kernels.schedules import Control, active_control
@@ -129,7 +130,7 @@ def _with_rules(
 ) -> torch.Tensor:
     """Logits of some rows, those with rules for their next token by these rules."""
     result = logits[torch.tensor(which)]
-    rules = {at: rule for at, i in enumerate(which) if (rule := choices[i].rules) is not None}
+    rules = batch_rules({at: choices[i].rules for at, i in enumerate(which)})
     if rules:
         index = torch.tensor(list(rules))
         last_ids = token_ids[torch.tensor([choices[which[at]].token_idx for at in rules])].tolist()

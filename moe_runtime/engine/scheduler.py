@@ -89,15 +89,16 @@ class Scheduler:
         """Sequences waiting or running."""
         return len(self.waiting) + len(self.running)
 
-    def add(self, request: Request) -> None:
-        """Queue all choices of a request."""
+    def add(self, request: Request) -> list[Sequence]:
+        """Queue all choices of a request; returns them."""
         rules = SequenceRules.of(request)
-        digests = None
+        sequences: list[Sequence] = []
         for choice_idx in range(request.params.n):
-            sequence = Sequence(request, choice_idx, self._num_arrivals, rules, digests)
-            digests = sequence.digests
-            self.waiting.append(sequence)
+            digests = sequences[0].digests if sequences else None
+            sequences.append(Sequence(request, choice_idx, self._num_arrivals, rules, digests))
             self._num_arrivals += 1
+        self.waiting += sequences
+        return sequences
 
     def abort(self, request_id: str, choice_idx: int | None = None) -> None:
         """Forget a request, or one choice of it; unknown ones are ignored."""
@@ -130,6 +131,8 @@ class Scheduler:
             num_tokens = min(num_uncomputed, budget)
             if num_tokens == 0 or sequence.has_all_tokens or sequence.arrival_idx in preempted:
                 continue
+            if not sequence.may_run:
+                continue
             while not self.blocks.grow(sequence, sequence.num_computed_tokens + num_tokens):
                 victim = self.running[-1]
                 self._preempt(victim)
@@ -151,7 +154,9 @@ class Scheduler:
 
     def _admit(self, chunks: dict[int, ScheduledChunk], budget: int) -> None:
         while self.waiting and budget > 0 and len(self.running) < self.config.max_num_seqs:
-            sequence = self.waiting[0]
+            sequence = next((s for s in self.waiting if s.may_run), None)
+            if sequence is None:
+                return
             prefix = self.blocks.find_prefix(sequence)
             # Room for all of it, not just this chunk, so that an admitted prefill is seldom preempted at once.
             if self.running and not self.blocks.has_room(sequence.num_tokens + 1, prefix):
@@ -160,7 +165,7 @@ class Scheduler:
             num_tokens = min(sequence.num_tokens - num_cached_tokens, budget)
             if not self.blocks.admit(sequence, prefix, num_cached_tokens + num_tokens):
                 return
-            self.waiting.pop(0)
+            self.waiting.remove(sequence)
             insort(self.running, sequence, key=lambda s: s.arrival_idx)
             chunk = chunks[sequence.arrival_idx] = ScheduledChunk(sequence, num_tokens)
             self._name_blocks(chunk)
@@ -179,6 +184,8 @@ class Scheduler:
 
     def _end(self, sequence: Sequence) -> None:
         sequence.is_finished = True
+        if sequence.grammar is not None:
+            sequence.grammar.close()
         self._give_back(sequence)
 
     def _give_back(self, sequence: Sequence) -> None:

@@ -6,6 +6,7 @@ from moe_runtime.engine.messages import TokenLogprobs
 from moe_runtime.engine.prefix_cache import PrefixDigests
 from moe_runtime.engine.request import Request, choice_seed
 from moe_runtime.engine.routed_experts import RoutedExperts, join_routed_experts
+from moe_runtime.engine.sequence_grammar import GrammarEnd, SequenceGrammar
 from moe_runtime.engine.sequence_rules import SequenceRules
 from moe_runtime.kernels.attention import BLOCK_SIZE
 from moe_runtime.kernels.logit_rules import RowRules
@@ -36,6 +37,7 @@ class Sequence:
         prompt_logprobs: One entry per prompt token already scored; survives preemption.
         num_routed_tokens: Tokens whose experts are known, where they are asked for; survives preemption.
         is_finished: Ended or aborted; results of a step still under way are dropped.
+        grammar: Of the output, where it has one.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Sequence:
         self.num_routed_tokens = 0
         self._new_routing: list[RoutedExperts] = []
         self.is_finished = False
+        self.grammar: SequenceGrammar | None = None
         self._rules = rules or SequenceRules.of(request)
 
     @property
@@ -126,4 +129,32 @@ class Sequence:
     def rules_after(self, draft_ids: tuple[int, ...] = ()) -> RowRules | None:
         """What to do to the logits that choose the token after ``draft_ids``, which follow the tokens so far; None for
         nothing. Follows from the tokens alone."""
-        return None if self._rules is None else self._rules.after([*self.token_ids, *draft_ids])
+        rules = self._plain_rules(draft_ids)
+        return rules if self.grammar is None else self.grammar.restrict(rules, draft_ids)
+
+    def num_allowed_drafts(self, draft_ids: tuple[int, ...]) -> int:
+        """How many of ``draft_ids``, from the first, may stand in a step.
+
+        Other masks could leave nothing of a grammar's, which is judged token by token: with both there are none.
+        """
+        if self.grammar is None:
+            return len(draft_ids)
+        if self._rules is not None:
+            return 0
+        self.grammar.want_drafts()
+        return self.grammar.num_allowed_drafts(draft_ids)
+
+    @property
+    def may_run(self) -> bool:
+        """Whether a step can take it: what its next token may be is known. Steps without it change none of its bits."""
+        return self.grammar is None or self.grammar.is_ready_for(self.num_output_tokens)
+
+    def grammar_end(self) -> GrammarEnd | None:
+        """Why its grammar ends it before another token is chosen, or None."""
+        if self.grammar is None:
+            return None
+        return self.grammar.end(self._plain_rules(), self.token_ids[-1])
+
+    def _plain_rules(self, draft_ids: tuple[int, ...] = ()) -> RowRules | None:
+        token_ids = [*self.token_ids, *draft_ids] if draft_ids else self.token_ids
+        return None if self._rules is None else self._rules.after(token_ids)

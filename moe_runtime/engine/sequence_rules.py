@@ -6,14 +6,17 @@ preempted and resumed, or planned before its last token is known, has the same r
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 
 import numpy as np
 
 from moe_runtime.engine.request import Request
 from moe_runtime.kernels.logit_rules import NO_IDS, RowRules
+from moe_runtime.kernels.schedules import Control, active_control
 
-__all__ = ["SequenceRules"]
+__all__ = ["SequenceRules", "batch_rules"]
 
 
 class SequenceRules:
@@ -85,6 +88,21 @@ class SequenceRules:
             banned_ids=np.array([token_id for token_id, _ in banned], dtype=np.int32),
             banned_after=np.array([after for _, after in banned], dtype=np.int32),
         )
+
+
+def batch_rules(rules: Mapping[int, RowRules | None]) -> dict[int, RowRules]:
+    """Rules of the rows of a batch that have some; each row's are its own, but under a control.
+
+    Args:
+        rules: By row.
+    """
+    own = {row: rule for row, rule in rules.items() if rule is not None}
+    if active_control() is Control.SHIFTED_MASKS:
+        rows = [row for row, rule in own.items() if rule.allowed_mask is not None]
+        masks = [own[row].allowed_mask for row in rows]
+        for row, mask in zip(rows, masks[1:] + masks[:1], strict=True):
+            own[row] = replace(own[row], allowed_mask=mask)
+    return own
 
 
 def _ban(ids: tuple[int, ...], output: list[int]) -> tuple[int, int] | None:

@@ -101,7 +101,8 @@ class Speculation:
         result = list(chunks)
         for i, (sequence, num), drafts in zip(wanted, asked, self.proposer.propose(asked), strict=True):
             assert len(drafts) <= num, f"{len(drafts)} drafts, {num} wanted"
-            fitting = drafts[: _num_fitting(sequence, len(drafts), scheduler)]
+            allowed = drafts[: sequence.num_allowed_drafts(drafts)]
+            fitting = allowed[: _num_fitting(sequence, len(allowed), scheduler)]
             if fitting:
                 result[i] = replace(chunks[i], num_tokens=1 + len(fitting), draft_ids=fitting)
             elif self.paced:

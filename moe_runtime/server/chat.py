@@ -18,7 +18,12 @@ from moe_runtime.server.generation import ChoiceDelta
 from moe_runtime.server.logprobs import chat_logprobs, prompt_logprobs_table
 from moe_runtime.server.openapi import body_schema
 from moe_runtime.server.prompts import Prompt, chat_prompt
-from moe_runtime.server.sampling import caller_names, check_stream_options, sampling_params
+from moe_runtime.server.sampling import (
+    caller_names,
+    check_stream_options,
+    sampling_params,
+    structured_names,
+)
 from moe_runtime.server.schemas import ChatBody
 
 __all__ = ["ChatRenderer", "chat_router"]
@@ -46,6 +51,8 @@ def chat_router(context: Context) -> APIRouter:
         )
         call_id = new_id("chatcmpl")
         request = _engine_request(context, body, prompt, call_id, num_top)
+        with caller_names(structured_names(body)):
+            [request] = await context.with_grammars([request])
         renderer = ChatRenderer(context.tokenizer, body, request)
         answer = Answer(context=context, call_id=call_id, body=body, requests=[request], renderer=renderer)
         return await answer.respond(http_request)
@@ -114,7 +121,7 @@ def _num_top_logprobs(body: ChatBody) -> int | None:
 def _engine_request(
     context: Context, body: ChatBody, prompt: Prompt, call_id: str, num_top: int | None
 ) -> Request:
-    max_tokens, names = body.max_tokens, {"logprobs": "top_logprobs"}
+    max_tokens, names = body.max_tokens, {"logprobs": "top_logprobs", **structured_names(body)}
     if body.max_completion_tokens is not None:
         if max_tokens is not None and max_tokens != body.max_completion_tokens:
             raise InvalidRequestError(

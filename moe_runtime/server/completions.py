@@ -21,7 +21,12 @@ from moe_runtime.server.generation import ChoiceDelta
 from moe_runtime.server.logprobs import CompletionLogprobs, prompt_logprobs_table
 from moe_runtime.server.openapi import body_schema
 from moe_runtime.server.prompts import Prompt, completion_prompts
-from moe_runtime.server.sampling import caller_names, check_stream_options, sampling_params
+from moe_runtime.server.sampling import (
+    caller_names,
+    check_stream_options,
+    sampling_params,
+    structured_names,
+)
 from moe_runtime.server.schemas import CompletionBody
 
 __all__ = ["DEFAULT_MAX_TOKENS", "MAX_CHOICES_PER_CALL", "CompletionRenderer", "completions_router"]
@@ -47,6 +52,8 @@ def completions_router(context: Context) -> APIRouter:
         )
         call_id = new_id("cmpl")
         requests = _engine_requests(context, body, prompts, call_id)
+        with caller_names(structured_names(body)):
+            requests = await context.with_grammars(requests)
         renderer = CompletionRenderer(context.tokenizer, body, prompts, requests)
         answer = Answer(context=context, call_id=call_id, body=body, requests=requests, renderer=renderer)
         return await answer.respond(http_request)
@@ -136,7 +143,9 @@ def _engine_requests(
     """One request per prompt, all of them validated before any is started."""
     requests = []
     bad_word_ids = functools.cache(context.tokenizer.bad_word_ids)  # once for all prompts
-    names = {"prompt_logprobs": "logprobs"} if body.echo and body.prompt_logprobs is None else {}
+    names = structured_names(body)
+    if body.echo and body.prompt_logprobs is None:
+        names["prompt_logprobs"] = "logprobs"
     for index, prompt in enumerate(prompts):
         params = _params(context, body, prompt)
         with caller_names(names):

@@ -5,14 +5,16 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from moe_runtime.engine.generation_config import SamplingDefaults
+from moe_runtime.engine.grammar_process import GrammarSetup
 from moe_runtime.engine.request import Request, choice_seed
 from moe_runtime.engine.tokenizer import Tokenizer
 from moe_runtime.server.client import EngineClient
 from moe_runtime.server.config import ServerConfig
 from moe_runtime.server.errors import ApiError
+from moe_runtime.server.grammars import GrammarProcesses
 from moe_runtime.server.metrics import Metrics
 
 __all__ = ["Context"]
@@ -29,6 +31,7 @@ class Context:
         metrics: What ``/metrics`` shows.
         sampling_defaults: Values for sampling fields that a request leaves out.
         created: When this process started, in seconds since the epoch.
+        grammars: Compiles what answers must look like.
     """
 
     config: ServerConfig
@@ -38,6 +41,34 @@ class Context:
     sampling_defaults: SamplingDefaults
     created: int = field(default_factory=lambda: int(time.time()))
     _num_unseeded: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    grammars: GrammarProcesses = field(init=False)
+
+    def __post_init__(self) -> None:
+        limits = self.config.limits
+        setup = GrammarSetup(
+            model_dir=self.config.model_dir,
+            vocab_size=limits.vocab_size,
+            eos_token_ids=limits.eos_token_ids,
+        )
+        object.__setattr__(self, "grammars", GrammarProcesses(setup, self.metrics.count_grammar))
+
+    async def with_grammars(self, requests: Sequence[Request]) -> list[Request]:
+        """Requests of one call, which all ask for one form of output or for none, with its grammar.
+
+        Raises:
+            InvalidRequestError: it cannot be compiled.
+            ApiError: 429, too many grammars wait.
+        """
+        wanted = requests[0].params.structured_outputs if requests else None
+        if wanted is None:
+            return list(requests)
+        self.metrics.count_structured(wanted.kind, len(requests))
+        grammar = await self.grammars.compile(wanted)
+        # What it was made from has done its work, and may be long.
+        return [
+            replace(r, grammar=grammar, params=replace(r.params, structured_outputs=None)) for r in requests
+        ]
 
     def fallback_seed(self) -> int | None:
         """Seed for the next request that brings none; None leaves it to chance."""

@@ -153,6 +153,7 @@ class FrontEnd:
             if self._drain_task is not None:
                 self._drain_task.cancel()
             await asyncio.wait({receiving})
+            await context.grammars.close()
             self._client.close()
 
     async def _context(self) -> Context:

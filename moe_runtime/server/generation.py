@@ -125,9 +125,14 @@ class Generation:
         """Wait for the ranks' next outputs. May be empty.
 
         Raises:
-            ApiError: a rank is lost, the server stops, the call has taken too long, or its client reads too slowly.
+            ApiError: a rank is lost, the server stops, the call has taken too long, its client reads too slowly, or its
+                masks leave no token.
         """
         updates = await self._mailbox.take()
+        for update in updates:
+            if update.finish_reason == "error":
+                self._metrics.count_cut("no_token_left")
+                raise ApiError(400, update.error or "no token is left to choose", code="no_token_left")
         deltas = [self._advance(update) for update in self._release(updates)]
         return [delta for delta in deltas if delta is not None]
 

@@ -40,6 +40,7 @@ class ChoiceUpdate:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     finish_reason: str | None = None
     stop_reason: int | None = None
+    error: str | None = None
     routed_experts: list[RoutedExperts] = field(default_factory=list)
     num_cached_tokens: int = 0
     arrivals_s: list[float] = field(default_factory=list)
@@ -92,6 +93,7 @@ class Mailbox:
         if output.finish_reason is not None:
             update.finish_reason = output.finish_reason
             update.stop_reason = output.stop_reason
+            update.error = output.error
         self._changed.set()
 
     def fail(self, error: ApiError) -> None:

@@ -4,8 +4,8 @@ A *sequence* is one choice of one prompt. Tokens count as ``usage`` counts them:
 has, and no token past the end of its choice. Times run from the hand-over to a rank to the arrival of tokens here, so
 neither tokenisation nor a client that reads slowly is in them.
 
-Labels are few and fixed: ``rank``, ``position``, ``finished_reason``, ``reason`` and, in the info metric, settings of
-the deployment. Nothing that a client sends becomes a label. ``process_...`` is the front end's own process.
+Labels are few and fixed: ``rank``, ``position``, ``finished_reason``, ``reason``, ``kind`` and, in the info metric,
+settings of the deployment. Nothing that a client sends becomes a label. ``process_...`` is the front end's own process.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from moe_runtime.engine.messages import RankStats
+from moe_runtime.engine.structured_outputs import KINDS
 from moe_runtime.server.admission import REASONS as REFUSAL_REASONS
 from moe_runtime.server.client import RankState
 from moe_runtime.server.config import ServerConfig
@@ -32,11 +33,12 @@ __all__ = ["CONTENT_TYPE", "CUT_REASONS", "FINISH_REASONS", "PREFIX", "Metrics",
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX = "moe_runtime"
 FINISH_REASONS = ("stop", "length", "abort")
-CUT_REASONS = ("request_timeout", "slow_reader")
+CUT_REASONS = ("request_timeout", "slow_reader", "no_token_left")
 
 _FIRST_TOKEN_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5.0, 10.0, 20.0, 40.0)
 _TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
 _REQUEST_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
+_COMPILE_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 4.0)
 _CONFIG_LABELS = ("dtype", "device", "invariance")
 
 
@@ -72,11 +74,26 @@ class Metrics:
         )
         self._cut = self._by_reason(
             "requests_cut_short",
-            "Calls ended early: over request_timeout_s, or more waited for the client than max_unread_bytes",
+            "Calls ended early: over request_timeout_s, more waited for the client than max_unread_bytes, or masks "
+            "left no token",
             CUT_REASONS,
         )
         self._stalled = self._counter(
             "stalled_connections", "Connections closed because nothing was read for reader_timeout_s"
+        )
+        self._structured = Counter(
+            f"{PREFIX}_structured_output_requests",
+            "Prompts whose output has a form to keep to, by the kind of the form",
+            ["kind"],
+            registry=self._registry,
+        )
+        for kind in KINDS:
+            self._structured.labels(kind)
+        self._refused_grammars = self._counter(
+            "grammars_refused", "Grammars that the compiler refused, each counted when it was tried"
+        )
+        self._compile_s = self._histogram(
+            "grammar_compile_seconds", "Processor time of each grammar that was compiled", _COMPILE_BUCKETS_S
         )
         ProcessCollector(namespace=PREFIX, registry=self._registry)
         self._first_token_s = self._histogram(
@@ -123,6 +140,17 @@ class Metrics:
     def count_cut(self, reason: str) -> None:
         """A call was ended early for one of ``CUT_REASONS``."""
         self._cut.labels(reason).inc()
+
+    def count_structured(self, kind: str, num_prompts: int) -> None:
+        """Prompts ask for an output of one of ``KINDS``."""
+        self._structured.labels(kind).inc(num_prompts)
+
+    def count_grammar(self, compile_s: float | None) -> None:
+        """A grammar was compiled, or refused where there is no time."""
+        if compile_s is None:
+            self._refused_grammars.inc()
+        else:
+            self._compile_s.observe(compile_s)
 
     def count_stalled_connection(self) -> None:
         """A connection was closed because its client read nothing."""

@@ -13,11 +13,18 @@ from pydantic.json_schema import models_json_schema
 
 from moe_runtime.engine import request as engine_request
 from moe_runtime.engine.request import RequestLimits
+from moe_runtime.engine.structured_outputs import MAX_CHOICE_TEXTS, MAX_GRAMMAR_BYTES
 from moe_runtime.server.auth import OPEN_PATHS
 from moe_runtime.server.config import ServerConfig
 from moe_runtime.server.prompts import MAX_PROMPTS
 from moe_runtime.server.responses import ANSWERS, CHUNKS, ErrorResponse
-from moe_runtime.server.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from moe_runtime.server.schemas import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    StructuredOutputsBody,
+    TokenizeBody,
+)
 from moe_runtime.server.unsupported import INERT_FIELDS, NEUTRAL_VALUES
 
 __all__ = ["body_schema", "install_openapi"]
@@ -72,6 +79,7 @@ def _document(app: FastAPI, config: ServerConfig) -> dict[str, Any]:
     schemas = definitions["$defs"]
     for body in _BODIES:
         _add_limits(schemas[body.__name__]["properties"], config.limits, config.served_model_name)
+    _add_form_limits(schemas[StructuredOutputsBody.__name__]["properties"])
     for body in (CompletionBody, ChatBody):
         _add_foreign_fields(schemas[body.__name__]["properties"])
     document["components"] = {"schemas": schemas}
@@ -184,6 +192,18 @@ def _add_limits(properties: dict[str, Any], limits: RequestLimits, model_name: s
         forms: list[dict[str, Any]] = [{"items": text}, ids, {"items": ids}]
         lists = [{"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS, **form} for form in forms]
         properties["prompt"]["anyOf"] = [text, *lists]
+
+
+def _add_form_limits(properties: dict[str, Any]) -> None:
+    """Of ``structured_outputs``; that exactly one of its forms is given the descriptions say."""
+    text = {"minLength": 1, "maxLength": MAX_GRAMMAR_BYTES}
+    for name in ("json", "regex", "grammar", "whitespace_pattern"):
+        for branch in _branches(properties[name]):
+            if branch.get("type") == "string":
+                branch |= text
+    for branch in _branches(properties["choice"]):
+        if branch.get("type") == "array":
+            branch |= {"items": {"type": "string", **text}, "minItems": 1, "maxItems": MAX_CHOICE_TEXTS}
 
 
 def _branches(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping
 
 from moe_runtime.engine.generation_config import SamplingDefaults
 from moe_runtime.engine.request import SamplingParams
+from moe_runtime.engine.structured_outputs import StructuredOutputs
 from moe_runtime.errors import InvalidRequestError
 from moe_runtime.server.schemas import GenerationBody
 
-__all__ = ["caller_names", "check_stream_options", "sampling_params"]
+__all__ = ["caller_names", "check_stream_options", "sampling_params", "structured_names"]
 
 
 def sampling_params(
@@ -59,6 +60,47 @@ def sampling_params(
         allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
         cache_prompt=body.cache_prompt is not False,
         cache_salt=body.cache_salt,
+        structured_outputs=_structured_outputs(body),
+    )
+
+
+def structured_names(body: GenerationBody) -> dict[str, str]:
+    """For ``caller_names``: what a caller who sent ``response_format`` knows of ``structured_outputs``."""
+    if body.structured_outputs is not None:
+        return {}
+    return {
+        "structured_outputs.json_object": "response_format",
+        "structured_outputs.json": "response_format.json_schema.schema",
+        "structured_outputs": "response_format",
+    }
+
+
+def _structured_outputs(body: GenerationBody) -> StructuredOutputs | None:
+    wanted, response = body.structured_outputs, body.response_format
+    if response is not None and (response.type == "json_schema") != (response.json_schema is not None):
+        raise InvalidRequestError(
+            f"response_format.json_schema must be there with type json_schema, and only then; type is {response.type}",
+            param="response_format.json_schema",
+        )
+    if wanted is None:
+        if response is None or response.type == "text":
+            return None
+        if response.json_schema is None:
+            return StructuredOutputs(json_object=True)
+        return StructuredOutputs(json=response.json_schema.schema_)
+    if response is not None and response.type != "text":
+        raise InvalidRequestError(
+            f"structured_outputs must not come with a response_format of type {response.type}",
+            param="structured_outputs",
+        )
+    return StructuredOutputs(
+        json=wanted.json_,
+        json_object=wanted.json_object,
+        regex=wanted.regex,
+        choice=None if wanted.choice is None else tuple(wanted.choice),
+        grammar=wanted.grammar,
+        disable_any_whitespace=bool(wanted.disable_any_whitespace),
+        whitespace_pattern=wanted.whitespace_pattern,
     )
 
 

@@ -16,8 +16,11 @@ __all__ = [
     "CompletionBody",
     "DetokenizeBody",
     "GenerationBody",
+    "JsonSchemaFormat",
     "Prompts",
+    "ResponseFormat",
     "StreamOptions",
+    "StructuredOutputsBody",
     "TokenizeBody",
 ]
 
@@ -168,6 +171,36 @@ class StreamOptions(_Body):
     include_obfuscation: Literal[False] | None = None
 
 
+class JsonSchemaFormat(_Body):
+    """The schema of a ``response_format``, enforced, ``strict`` or not. Name and description change nothing."""
+
+    name: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(_Body):
+    """OpenAI's way to ask for JSON: ``json_schema`` comes with the type of that name and no other."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputsBody(_Body):
+    """The form of an output; see ``engine/structured_outputs.py``. The last two are vLLM's and not implemented."""
+
+    json_: Annotated[str | dict[str, Any] | None, Field(alias="json")] = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Annotated[list[str], Field(fail_fast=True)] | None = None
+    grammar: str | None = None
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: str | None = None
+    disable_additional_properties: Literal[False] | None = None
+    structural_tag: _EmptyField = None
+
+
 class GenerationBody(_Body):
     """Fields that both endpoints share."""
 
@@ -195,6 +228,8 @@ class GenerationBody(_Body):
     allowed_token_ids: _TokenIds | None = None
     cache_prompt: bool | None = None
     cache_salt: str | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputsBody | None = None
     return_token_ids: bool | None = None
     return_routed_experts: bool | None = None
     stream: bool | None = None

@@ -29,6 +29,7 @@ __all__ = [
     "GRAPHS_ABSENT",
     "NUM_ALONE",
     "PLACEMENT_ABSENT",
+    "TOKENIZER_ABSENT",
     "TOPOLOGIES_ABSENT",
     "Axis",
     "AxisSetup",
@@ -47,6 +48,7 @@ BUCKET_OUTPUT_TOKENS = 3
 SHORT_OUTPUT_TOKENS = 8
 CACHE_ABSENT = "not applicable: the engine has no prefix cache, or no room for a prompt with a full block"
 GRAPHS_ABSENT = "not applicable: this device or transport has no graphs"
+TOKENIZER_ABSENT = "not applicable: a grammar is over text, and the checkpoint has no tokenizer"
 TOPOLOGIES_ABSENT = "not applicable: level batch promises one deployment, which has no other transport here"
 PLACEMENT_ABSENT = (
     "not applicable: experts stay where they are on this deployment, and the level promises no other"
@@ -87,6 +89,7 @@ class AxisSetup:
         overlap: Whether the engine started with overlap; None where it cannot overlap.
         has_draft_model: The engine started with one.
         full: Every case, every output token, more batches.
+        has_tokenizer: Whether texts can be asked for.
         topologies: Other deployments whose bits must be these.
         placement: Where experts are; None where they stay.
         copies: A deployment with copies of experts whose bits must be these, and where its experts are.
@@ -105,6 +108,7 @@ class AxisSetup:
     prefix_cache: bool = True
     has_draft_model: bool = False
     full: bool = False
+    has_tokenizer: bool = True
     topologies: Sequence[Topology] = ()
     placement: ModelPlacement | None = None
     copies: tuple[Topology, ModelPlacement] | None = None
@@ -418,6 +422,31 @@ def _placement(setup: AxisSetup) -> list[Run]:
     return runs
 
 
+def _structured_output(setup: AxisSetup) -> list[Run]:
+    if not setup.has_tokenizer:
+        return []
+    cases = setup.source.structured_cases()
+    alone = [
+        Run(name=f"alone on engine {i % setup.num_engines}", cases=[case], ranks=[i % setup.num_engines])
+        for i, case in enumerate(cases)
+    ]
+    others = [case for case in setup.some_cases(NUM_ALONE) if case.name in setup.reference]
+    mixed = setup.source.shuffle("structured", [*cases, *setup.short(others)])
+    (preempted,) = _preempt(replace(setup, cases=cases, full=True))
+    return [
+        *alone,
+        Run(name="together", cases=cases),
+        Run(
+            name="among others, at random steps",
+            cases=mixed,
+            ranks=setup.source.integers("structured ranks", len(mixed), setup.num_engines),
+            arrival_steps=setup.source.integers("structured steps", len(mixed), NUM_ARRIVAL_STEPS),
+        ),
+        Run(name="in chunks of 16 tokens", cases=cases, max_num_seqs=len(cases), max_num_batched_tokens=16),
+        replace(preempted, name=f"preempted, {preempted.name}"),
+    ]
+
+
 def _random_batches(setup: AxisSetup, what: str, cases: list[Case]) -> list[Run]:
     """All cases in order, then random halves or more of them in random order."""
     num_batches = FULL_NUM_RANDOM_BATCHES if setup.full else NUM_RANDOM_BATCHES
@@ -439,6 +468,7 @@ AXES: dict[str, Axis] = {
     "mixed": Axis(Verdict.BATCH, _mixed),
     "prefix": Axis(Verdict.BATCH, _prefix),
     "chunks": Axis(Verdict.SCHEDULE, _chunks),
+    "structured_output": Axis(Verdict.BATCH, _structured_output, absent=TOKENIZER_ABSENT),
     "preempt": Axis(Verdict.SCHEDULE, _preempt, needs_preemption=True),
     "preemption": Axis(Verdict.SCHEDULE, preemption_runs, needs_preemption=True),
     "overlap": Axis(Verdict.SCHEDULE, overlap_runs, absent=OVERLAP_ABSENT),

@@ -95,6 +95,7 @@ def check(
             has_draft_model=llm.config.speculation == "draft",
             captures=own_topology(llm).captures,
             overlap=None if llm.config.tp > 1 else llm.engine.runner.overlaps,
+            has_tokenizer=llm.tokenizer is not None,
             placement=None if llm.model.plan.fixed_reason else llm.placement,
             copies=_copies(llm),
             topologies=other_topologies(

@@ -29,18 +29,18 @@ class CheckConfig:
         num_prompts: Random prompts in the reference batch.
         max_tokens: Output tokens of each.
         num_alone: Prompts that the axis ``alone`` runs by themselves; ``--full``: all.
-        axes: Axes to run: again, shuffled, alone, arrival, single, mixed, prefix, chunks, preempt, preemption,
-            overlap, radix_cache, forced, scored, buckets, graph,
-            speculation, placement, topology; by default all.
+        axes: Axes to run: again, shuffled, alone, arrival, single, mixed, prefix, chunks,
+            structured_output, preempt, preemption, overlap, radix_cache, forced, scored, buckets, graph, speculation,
+            placement, topology; by default all.
         soak_minutes: Run random mixed traffic for as long instead of the axes (or after those named): requests of all
             kinds come, are aborted and preempted, under limits that change, and a fixed set of probes among them must
             always give the same bits. The traffic depends on ``--seed`` alone.
         full: Every prompt greedy and seeded, and every one of them on every axis; takes long.
         json: File for the report, written after each axis.
         control: Tree to switch off in all runs, to see the check fail: split-k-gemm, free-gemm, arrival-combine,
-            batch-attention, batch-noise, prefix-collision (seen by the axis radix_cache), draft-bonus (by speculation).
-            Exit code 4 when the check notices, 5 when it does not. Where no dtype is given, float32: a few bfloat16
-            rows mostly add to the same fp32 sum in any order.
+            batch-attention, batch-noise, prefix-collision (seen by the axis radix_cache), draft-bonus (by speculation),
+            shifted-masks (by structured_output). Exit code 4 when the check notices, 5 when it does not. Where no dtype
+            is given, float32: a few bfloat16 rows mostly add to the same fp32 sum in any order.
         expect_digest: Digest that the outputs of the reference batch must have, from another run of the same check; at
             level ``batch`` with multiple reduction on, from one on as many ranks (with the same fingerprint).
     """

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from moe_runtime.engine.request import SamplingParams
+from moe_runtime.engine.structured_outputs import StructuredOutputs
 
 __all__ = ["NUM_TOP_LOGPROBS", "Case", "PromptSource"]
 
@@ -16,6 +17,24 @@ MIXED_NUM_LONG = 4
 BUCKET_PROMPT_TOKENS = 3
 CACHED_TAIL_TOKENS = 20
 REPETITIVE_PHRASE_TOKENS = 5
+STRUCTURED_PROMPT_TOKENS = (62, 126, 3, 61)
+STRUCTURED_FORMS = {
+    "regex": StructuredOutputs(regex="([a-f]{1,7}[0-9]{2,5} ){4,}"),
+    "grammar": StructuredOutputs(grammar='start: item+\nitem: WORD | "(" start ")"\nWORD: /[g-m]{1,9} /'),
+    "choice": StructuredOutputs(choice=("nope", "not a word of it", "yes")),
+    "schema": StructuredOutputs(
+        json={
+            "type": "array",
+            "minItems": 9,
+            "items": {
+                "type": "object",
+                "properties": {"name": {"type": "string", "maxLength": 12}, "size": {"type": "integer"}},
+                "required": ["name", "size"],
+                "additionalProperties": False,
+            },
+        }
+    ),
+}
 PREFIX_EDGES = (1, 63, 64, 65, 128, 255, 256, 257)
 
 
@@ -77,12 +96,23 @@ class Case:
         """The same request made to output ``token_ids``; one that is scored stays as it is."""
         if self.num_scored:
             return self
-        params = replace(self.params, max_tokens=len(token_ids), forced_token_ids=tuple(token_ids))
+        params = replace(
+            self.params,
+            max_tokens=len(token_ids),
+            forced_token_ids=tuple(token_ids),
+            structured_outputs=None,
+        )
         return replace(self, params=params)
 
     def scored(self, token_ids: Sequence[int]) -> Case:
         """A request that scores ``token_ids`` after the prompt, and generates nothing."""
-        params = replace(self.params, max_tokens=0, logprobs=None, prompt_logprobs=NUM_TOP_LOGPROBS)
+        params = replace(
+            self.params,
+            max_tokens=0,
+            logprobs=None,
+            prompt_logprobs=NUM_TOP_LOGPROBS,
+            structured_outputs=None,
+        )
         prompt_ids = (*self.prompt_ids, *token_ids)
         return replace(self, prompt_ids=prompt_ids, params=params, num_scored=len(token_ids))
 
@@ -190,6 +220,18 @@ class PromptSource:
         rng = self._rng("buckets")
         num_tokens = self._clip(BUCKET_PROMPT_TOKENS)
         return [self._variants(f"bucket {i}", self._ids(rng, num_tokens))[i % 2] for i in range(count)]
+
+    def structured_cases(self) -> list[Case]:
+        """Prompts whose outputs have a form, one of each, greedy and seeded; the seeded ones have penalties too."""
+        rng = self._rng("structured")
+        cases = []
+        for (form, wanted), length in zip(STRUCTURED_FORMS.items(), STRUCTURED_PROMPT_TOKENS, strict=True):
+            greedy, seeded = (
+                replace(case, params=replace(case.params, structured_outputs=wanted))
+                for case in self._variants(form, self._ids(rng, self._clip(length)))
+            )
+            cases += [greedy, seeded.ruled()]
+        return cases
 
     def shuffle(self, what: str, cases: Sequence[Case]) -> list[Case]:
         """``cases`` in another order, which depends on seed and ``what``."""

@@ -18,6 +18,7 @@ RULE_KINDS = (
     "bias",
     "allowed",
     "banned",
+    "mask",
     "unknown last token",
     "everything",
 )
@@ -45,6 +46,7 @@ def random_rules(kind: str, vocab: int, seed: int) -> RowRules:
     repetition = {"repetition_penalty": 1.3, "prompt_ids": ids(9), "output_ids": output}
     banned_ids, last = ids(4), 3
     banned = {"banned_ids": banned_ids, "banned_after": np.array([-1, last, 4, -1], dtype=np.int32)}
+    mask = generator.integers(-(2**31), 2**31, -(-vocab // 32)).astype(np.int32)
     fields = {
         "nothing": {},
         "repetition": repetition,
@@ -53,6 +55,7 @@ def random_rules(kind: str, vocab: int, seed: int) -> RowRules:
         "bias": bias,
         "allowed": {"allowed_ids": ids(5)},
         "banned": banned,
+        "mask": {"allowed_mask": mask},
         "unknown last token": {
             "frequency_penalty": 0.3,
             "output_ids": np.append(output, -1).astype(np.int32),
@@ -64,6 +67,7 @@ def random_rules(kind: str, vocab: int, seed: int) -> RowRules:
             "frequency_penalty": -0.4,
             "presence_penalty": 1.9,
             "allowed_ids": np.append(ids(30), banned_ids).astype(np.int32),
+            "allowed_mask": mask,
         },
     }[kind]
     if "allowed_ids" in fields:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_runtime.kernels.logit_rules import RowRules, apply_rules, apply_rules_reference
+from moe_runtime.kernels.logit_rules import RowRules, apply_rules, apply_rules_reference, leaves_a_token
 from tests.bits import assert_bits_equal
 from tests.kernels.rule_cases import RULE_KINDS, hostile_logits, random_rules
 
@@ -78,3 +78,27 @@ def test_a_ban_that_follows_another_token_does_not_hold():
         banned_ids=ids(0), banned_after=ids(-1), bias_ids=ids(0), bias=np.array([100.0], dtype=np.float32)
     )
     assert apply_rules(torch.zeros(1, 2), [biased], [1]).tolist() == [[-math.inf, 0.0]]
+
+
+def test_a_mask_has_a_bit_for_each_token():
+    # Bits 0, 31 and 33: tokens 0 and 31 of the first word, token 1 of the second.
+    rule = RowRules(allowed_mask=np.array([-(2**31) + 1, 2], dtype=np.int32))
+    logits = torch.arange(40, dtype=torch.float32)[None]
+    [row] = apply_rules(logits, [rule], [0]).tolist()
+    assert [v for v, x in enumerate(row) if x != -math.inf] == [0, 31, 33]
+    assert [row[v] for v in (0, 31, 33)] == [0.0, 31.0, 33.0]
+
+
+def test_whether_masks_leave_a_token_is_what_the_logits_say():
+    for seed in range(40):
+        generator = np.random.default_rng(seed)
+        few = (generator.integers(0, 2**16, 2) & generator.integers(0, 2**16, 2)).astype(np.int32)
+        rule = RowRules(
+            allowed_mask=few if seed % 2 else None,
+            allowed_ids=np.unique(generator.integers(0, VOCAB, 4)).astype(np.int32) if seed % 3 else None,
+            banned_ids=generator.integers(0, 16, 12).astype(np.int32) if seed % 5 else ids(),
+            banned_after=generator.choice([-1, LAST, LAST + 1], 12).astype(np.int32) if seed % 5 else ids(),
+        )
+        found = apply_rules(torch.zeros(1, VOCAB), [rule], [LAST])
+        assert leaves_a_token(rule, LAST, VOCAB) == bool((found > -math.inf).any()), seed
+    assert not leaves_a_token(RowRules(allowed_mask=np.zeros(2, dtype=np.int32)), LAST, VOCAB)

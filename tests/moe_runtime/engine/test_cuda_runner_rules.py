@@ -7,14 +7,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from moe_runtime.engine import cuda_runner
 from moe_runtime.engine import llm as llm_module
+from moe_runtime.engine.grammar import GrammarMask
+from moe_runtime.engine.grammar_threads import GrammarThreads
 from moe_runtime.engine.request import SamplingParams, make_request
 from moe_runtime.engine.sequence import Sequence
+from moe_runtime.engine.structured_outputs import StructuredOutputs
 from moe_runtime.kernels import logit_rules
+from moe_runtime.kernels.schedules import Control, control
 from tests.gpu_engine import gpu_llm, gpu_logits, write_gpu_checkpoint
 
 NUM_TOKENS = 4
@@ -108,3 +113,66 @@ def test_bad_words_follow_a_last_token_that_the_host_does_not_know(llm, referenc
         cuda_runner, "apply_rules", lambda logits, rows, last: plain(logits, rows, torch.full_like(last, -9))
     )
     assert run(llm, [1]) == {1: reference[1]}
+
+
+class StubMatcher:
+    """Allows twelve tokens, which depend on the tokens so far."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+
+    def consume(self, token_id: int) -> None:
+        assert token_id in self.allowed()
+        self.ids.append(token_id)
+
+    def allowed(self) -> list[int]:
+        return [(sum(self.ids) + 7 * i + 3) % 96 for i in range(12)]
+
+    def mask(self) -> GrammarMask:
+        words = np.zeros(3, dtype=np.int32)
+        for i in self.allowed():
+            words.view(np.uint32)[i // 32] |= np.uint32(1 << i % 32)
+        return GrammarMask(words, may_end=False)
+
+
+class StubCompiler:
+    def normalise(self, wanted) -> str:
+        return "stub"
+
+    def matcher(self, text) -> StubMatcher:
+        return StubMatcher()
+
+
+def test_grammar_masks_are_those_of_the_definition_beside_rows_that_overlap(llm, reference, monkeypatch):
+    threads = GrammarThreads(StubCompiler, 96)
+    monkeypatch.setattr(llm, "_grammars", threads)
+    monkeypatch.setattr(llm.engine, "grammars", threads)
+    form = StructuredOutputs(regex="a")
+    masked = [
+        replace(PLAIN, structured_outputs=form, max_tokens=2),
+        replace(
+            SEEDED, structured_outputs=form, max_tokens=2, allowed_token_ids=None
+        ),  # both would leave nothing
+    ]
+
+    def outputs(prompts, params):
+        return [result.outputs[0] for result in llm.generate(prompts, params)]
+
+    (alone,) = outputs(PROMPTS[:1], masked[:1])
+    # The greedy one takes the best of what is allowed.
+    request = make_request("r", PROMPTS[0], PLAIN, llm.limits)
+    logits = gpu_logits(llm, [*request.prompt_ids, *alone.token_ids]).cpu()
+    matcher = StubMatcher()
+    for place, token_id in enumerate(alone.token_ids, len(request.prompt_ids) - 1):
+        allowed = sorted(matcher.allowed())
+        assert token_id == allowed[int(logits[place, allowed].argmax())]
+        matcher.consume(token_id)
+    assert llm.engine.runner.overlaps
+    first, second, plain = outputs([*PROMPTS[:2], PROMPTS[1]], [*masked, PARAMS[1]])
+    assert (first, plain) == (alone, reference[1])
+    matcher = StubMatcher()
+    for token_id in second.token_ids:
+        matcher.consume(token_id)
+    with control(Control.SHIFTED_MASKS):
+        assert outputs(PROMPTS[:2], masked)[0] != alone
+    threads.close()

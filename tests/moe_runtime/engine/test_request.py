@@ -29,6 +29,7 @@ from moe_runtime.engine.request import (
     validate_sampling,
     validate_token_ids,
 )
+from moe_runtime.engine.structured_outputs import StructuredOutputs
 from moe_runtime.errors import InvalidRequestError
 
 LIMITS = RequestLimits(vocab_size=100, max_model_len=64, max_kv_tokens=128, eos_token_ids=(98, 99))
@@ -64,6 +65,7 @@ GOOD = [
     {"allowed_token_ids": (0, 99, 0)},
     {"allowed_token_ids": tuple(range(100))},
     {"cache_salt": "\U0001f9c2" * MAX_CACHE_SALT_CHARS, "cache_prompt": False},
+    {"structured_outputs": StructuredOutputs(regex="a+")},
 ]
 BAD = [
     *[
@@ -100,6 +102,7 @@ BAD = [
     ("allowed_token_ids", (1,) * (MAX_ALLOWED_TOKEN_IDS + 1)),
     *[("cache_prompt", value) for value in (1, "true", None)],
     *[("cache_salt", value) for value in ("", "x" * (MAX_CACHE_SALT_CHARS + 1), 5, b"x", "\ud800")],
+    *[("structured_outputs", value) for value in ("a", {}, StructuredOutputs(), StructuredOutputs(regex=""))],
 ]
 
 
@@ -273,3 +276,10 @@ def test_token_ids_are_known_ids_in_any_number():
         ) as raised:
             validate_token_ids([0, bad], LIMITS, param="tokens")
         assert raised.value.param == "tokens[1]"
+
+
+@pytest.mark.parametrize("fields", [{"forced_token_ids": (1,)}, {"max_tokens": 0, "prompt_logprobs": 1}])
+def test_a_form_of_an_output_of_which_nothing_is_chosen_is_refused(fields):
+    with pytest.raises(InvalidRequestError, match=f"must not come with {next(iter(fields))}") as caught:
+        validate_sampling(SamplingParams(structured_outputs=StructuredOutputs(regex="a"), **fields), LIMITS)
+    assert caught.value.param == "structured_outputs"

@@ -181,3 +181,40 @@ def test_abort_frees_blocks_of_waiting_and_running_choices_and_ignores_strangers
 def test_limits_under_which_a_sequence_could_starve_are_refused(max_num_seqs, budget):
     with pytest.raises(ValueError, match="must be at least"):
         SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
+
+
+class StubGrammar:
+    """Ready when told."""
+
+    def __init__(self) -> None:
+        self.is_ready = False
+        self.is_closed = False
+
+    def is_ready_for(self, num_output_tokens: int) -> bool:
+        return self.is_ready
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_a_sequence_without_its_mask_sits_steps_out_and_holds_up_nobody():
+    scheduler = make(2, 16, 8)
+    (slow,) = scheduler.add(request("slow", 4, 3))
+    slow.grammar = StubGrammar()
+    (quick,) = scheduler.add(request("quick", 4, 9))
+    assert [chunk.sequence for chunk in scheduler.schedule()] == [quick]
+    slow.grammar.is_ready = True
+    assert {chunk.sequence for chunk in scheduler.schedule()} == {quick, slow}
+    assert scheduler.running == [slow, quick], "served in order of arrival from then on"
+    slow.grammar.is_ready = False
+    assert [chunk.sequence for chunk in scheduler.schedule()] == [quick]
+    scheduler.abort("slow")
+    assert slow.grammar.is_closed
+
+
+def test_nothing_runs_where_nobody_has_a_mask():
+    scheduler = make(2, 16, 8)
+    (only,) = scheduler.add(request("only", 4, 3))
+    only.grammar = StubGrammar()
+    assert scheduler.schedule() == []
+    assert scheduler.num_unfinished == 1

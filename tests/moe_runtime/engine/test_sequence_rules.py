@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from moe_runtime.engine.request import Request, SamplingParams
 from moe_runtime.engine.sequence import UNKNOWN_TOKEN, Sequence
-from moe_runtime.engine.sequence_rules import SequenceRules
+from moe_runtime.engine.sequence_rules import SequenceRules, batch_rules
+from moe_runtime.kernels.logit_rules import RowRules
+from moe_runtime.kernels.schedules import Control, control
 
 PROMPT = (3, 4, 3)
 
@@ -85,3 +89,22 @@ def test_an_unknown_last_token_leaves_the_question_to_the_device():
     assert bans(made, UNKNOWN_TOKEN) == [(7, 6)]
     assert bans(made, 1, UNKNOWN_TOKEN) == [(7, 6), (3, 2)]
     assert bans(made, 6, UNKNOWN_TOKEN) == [(7, 6)]
+
+
+def test_each_row_has_its_own_rules_but_under_the_control():
+    masks = [np.array([word], dtype=np.int32) for word in (1, 2, 4)]
+    rules = {
+        0: RowRules(allowed_mask=masks[0]),
+        1: None,
+        2: RowRules(frequency_penalty=0.5),
+        5: RowRules(allowed_mask=masks[1], presence_penalty=0.25),
+        6: RowRules(allowed_mask=masks[2]),
+    }
+    assert batch_rules(rules) == {row: rule for row, rule in rules.items() if rule is not None}
+    with control(Control.SHIFTED_MASKS):
+        shifted = batch_rules(rules)
+        assert batch_rules({0: rules[0]})[0].allowed_mask is masks[0], "a row alone"
+    for row, mask in zip((0, 5, 6), masks[1:] + masks[:1], strict=True):
+        assert shifted[row].allowed_mask is mask
+    assert shifted[2] is rules[2]
+    assert shifted[5].presence_penalty == 0.25

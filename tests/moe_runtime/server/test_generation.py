@@ -246,3 +246,22 @@ def test_more_than_may_wait_for_a_reader_ends_the_call(tokenizer, make_config):
     assert 'requests_cut_short_total{reason="slow_reader"} 1.0' in text
     error, aborted, _ = run_with_a_blocked_handler(tokenizer, make_config, flood, max_unread_bytes=2000)
     assert (error, aborted) == (None, []), "the control, within the bound"
+
+
+@pytest.mark.parametrize("prompt_logprobs", [None, 0])
+def test_masks_that_leave_no_token_are_the_requests_error(generate, prompt_logprobs):
+    """Told at once, though the prompt's logprobs have not come, which others wait for."""
+    reason = "structured_outputs leaves no token to choose"
+    output = SequenceOutput("r", 0, finish_reason="error", error=reason)
+    with pytest.raises(ApiError, match=reason) as raised:
+        generate({"max_tokens": 4, "prompt_logprobs": prompt_logprobs}, [[output]])
+    assert (raised.value.status, raised.value.code) == (400, "no_token_left")
+
+
+def test_an_output_may_end_without_another_token(generate):
+    ids = byte_ids("ab")
+    ended = SequenceOutput("r", 0, finish_reason="stop")
+    deltas, num_tokens, is_finished, _ = generate({"max_tokens": 9}, [outputs(ids), [ended]])
+    whole = merge_deltas(deltas)
+    assert (whole.text, whole.finish_reason, whole.stop_reason) == ("ab", "stop", None)
+    assert (num_tokens, is_finished) == (2, True)

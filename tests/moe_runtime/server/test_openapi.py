@@ -150,3 +150,20 @@ def test_the_key_is_in_the_document(make_config):
 
 def test_there_is_a_page(server):
     assert server.http.get("/docs").status_code == 200
+
+
+def test_the_document_shows_the_forms_of_an_output(document):
+    schemas = document["components"]["schemas"]
+    for body in (CompletionBody, ChatBody):
+        fields = schemas[body.__name__]["properties"]
+        assert set(references([fields["response_format"], fields["structured_outputs"]])) == {
+            "#/components/schemas/ResponseFormat",
+            "#/components/schemas/StructuredOutputsBody",
+        }
+    form = schemas["StructuredOutputsBody"]["properties"]
+    assert {"json", "json_object", "regex", "choice", "grammar"} <= set(form)
+    texts = [part for name in ("json", "regex", "grammar") for part in form[name]["anyOf"]]
+    assert sum(part.get("maxLength") == 2**17 for part in texts) == 3
+    [choice] = [part for part in form["choice"]["anyOf"] if part.get("type") == "array"]
+    assert (choice["minItems"], choice["maxItems"]) == (1, 4096)
+    assert {"name", "schema"} <= set(schemas["JsonSchemaFormat"]["required"])

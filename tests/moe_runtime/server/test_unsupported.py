@@ -25,7 +25,7 @@ def test_neutral_values_are_dropped_and_null_is_always_neutral():
         ("length_penalty", 0.5),
         ("use_beam_search", 0),
         ("tools", [{"type": "function"}]),
-        ("response_format", {"type": "json_object"}),
+        ("guided_json", {"type": "object"}),
         ("audio", {}),
         ("store", True),
         ("truncate_prompt_tokens", 3),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,15 +12,18 @@ import msgspec
 import numpy as np
 import pytest
 
+import moe_runtime.builtin
 from moe_runtime.engine.config import EngineConfig
 from moe_runtime.engine.llm import LLM
 from moe_runtime.kernels.schedules import Control, active_control
-from moe_runtime.verify.axes import AXES, CACHE_ABSENT, GRAPHS_ABSENT, PLACEMENT_ABSENT
+from moe_runtime.verify.axes import AXES, CACHE_ABSENT, GRAPHS_ABSENT, PLACEMENT_ABSENT, TOKENIZER_ABSENT
 from moe_runtime.verify.checker import ProgressFactory, check
 from moe_runtime.verify.compare import Output
 from moe_runtime.verify.config import CheckConfig
+from moe_runtime.verify.prompts import STRUCTURED_FORMS
 from moe_runtime.verify.report import CheckExit, CheckReport
 from moe_runtime.verify.runner import Run, Runner, RunResult
+from tests.checkpoints import tiny_config, write_checkpoint
 from tests.ranks import RankContext
 
 MakeConfig = Callable[..., CheckConfig]
@@ -31,6 +35,7 @@ def test_every_axis_passes(llm: LLM, small_check: MakeConfig, progress: Progress
     elsewhere = "equal on loopback EP 2, loopback EP 4, loopback EP 8"
     assert findings == dict.fromkeys(AXES, "equal") | {
         "graph": GRAPHS_ABSENT,
+        "structured_output": TOKENIZER_ABSENT,
         "placement": "equal on loopback EP 4, 1 redundant, moved amid, copies by first, copies by alternating, "
         "copies by batch row",
         "topology": elsewhere,
@@ -78,7 +83,7 @@ def test_an_axis_of_the_prefix_cache_needs_hits_and_a_cache(
     assert report.exit_code is CheckExit.DIFFERENT
 
 
-UNSEEN_BY_PLAIN_RUNS = (Control.NONE, Control.PREFIX_COLLISION, Control.DRAFT_BONUS)
+UNSEEN_BY_PLAIN_RUNS = (Control.NONE, Control.PREFIX_COLLISION, Control.DRAFT_BONUS, Control.SHIFTED_MASKS)
 
 
 @pytest.mark.parametrize("which", [control for control in Control if control not in UNSEEN_BY_PLAIN_RUNS])
@@ -109,6 +114,28 @@ def test_the_control_of_drafts_is_seen_to_fail(
     (_, seen) = report.axes
     # Another token, but no other logits: nothing differs once the tokens are forced.
     assert seen.num_forced_tokens > 0 == seen.num_forced_differing
+
+
+def test_forms_of_outputs_are_checked_and_masks_of_another_row_are_seen(
+    tmp_path: Path, small_check: MakeConfig, progress: ProgressFactory
+) -> None:
+    folder = write_checkpoint(tmp_path / "spoken", tiny_config("qwen3_moe", vocab_size=2048))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(moe_runtime.builtin.__file__).parent / name, folder / name)
+    llm = LLM(str(folder), max_model_len=256)
+    fields = {"axes": ("again", "structured_output"), "max_tokens": 12, "num_prompts": 4}
+    report = check(llm, small_check(**fields), progress)
+    again, axis = report.axes
+    assert axis.finding == again.finding == "equal"
+    assert axis.num_preemptions > 0
+    assert axis.num_requests == 2 * len(STRUCTURED_FORMS) + 4
+    report = check(llm, small_check(control="shifted-masks", **fields), progress)
+    again, axis = report.axes
+    assert again.finding == "equal"
+    assert axis.num_differing > 0
+    # Masks move tokens but no logits, so nothing differs once the tokens are forced.
+    assert axis.num_forced_differing == 0
+    assert report.exit_code is CheckExit.DIFFERENT
 
 
 def test_a_control_that_no_axis_can_see_is_told(
@@ -237,8 +264,8 @@ def test_interruptions_overlap_and_scoring_hold_on_eight_ranks(
 def test_level_batch_holds_on_every_axis_and_digests_tell_deployments_apart(
     ranks: Callable[..., list[Any]], tiny_model: Path
 ) -> None:
-    # What is left out needs more prompts, or time.
-    left_out = ("buckets", "graph", "preempt", "preemption", "radix_cache")
+    # What is left out needs more prompts, a tokenizer, or time.
+    left_out = ("buckets", "graph", "preempt", "preemption", "radix_cache", "structured_output")
     axes = tuple(name for name in AXES if name not in left_out)
     arguments = (str(tiny_model), "batch", axes)
     reports = {size: ranks(size, _check_on_a_rank, *arguments)[0] for size in (2, 3)}
