@@ -31,6 +31,7 @@ __all__ = [
     "make_attention_plan",
     "paged_attention",
     "paged_attention_reference",
+    "slots_of",
     "write_kv",
 ]
 
@@ -261,3 +262,18 @@ def _weigh_visible(p: torch.Tensor, v: torch.Tensor, visible: torch.Tensor) -> t
     clean = torch.bmm(p, torch.where(finite, v, 0.0))
     meets = torch.bmm(visible.float(), (~finite).float()) > 0
     return torch.where(meets, float("nan"), clean)
+
+
+def slots_of(positions: torch.Tensor, block_table: torch.Tensor) -> torch.Tensor:
+    """Where the keys of rows go in a paged cache.
+
+    Args:
+        positions: ``[M]`` int32, -1 in inert rows.
+        block_table: ``[M, blocks]`` int32, of each row's sequence.
+
+    Returns:
+        ``[M]`` int64 slots, -1 for inert rows.
+    """
+    at = positions.clamp(min=0).long()
+    block = block_table.gather(1, (at // BLOCK_SIZE)[:, None])[:, 0].long()
+    return torch.where(positions >= 0, block * BLOCK_SIZE + at % BLOCK_SIZE, -1)

@@ -149,6 +149,7 @@ class DraftModelProposer(Proposer):
             mirror.params = replace(
                 sequence.params, logprobs=None, prompt_logprobs=None, return_routed_experts=False
             )
+            mirror.grammar = None  # drafts that the grammar does not let follow are cut before they are used
             mirror.block_ids, mirror.num_computed_tokens = [], 0
             mirror.token_ids = list(sequence.token_ids)
         self._mirrors[sequence] = mirror, sequence.num_tokens

@@ -26,7 +26,7 @@ from moe_runtime.comm.gpu_exchange import StepShape
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.tensor_parallel import TensorParallel
 from moe_runtime.errors import CapacityError
-from moe_runtime.kernels.attention import BLOCK_SIZE
+from moe_runtime.kernels.attention import slots_of
 from moe_runtime.kernels.attention_tree_triton import check_heads
 from moe_runtime.kernels.attention_triton import DecodeSchedule, attend_decode, decode_workspace
 from moe_runtime.kernels.expert_count_triton import count_experts
@@ -109,13 +109,6 @@ def max_split_rows(config: ModelConfig, device: torch.device) -> int:
     if device.type == "cuda":
         num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     return min(MAX_DECODE_ROWS, max(1, num_multiprocessors // config.num_kv_heads))
-
-
-def _slot_mapping(positions: torch.Tensor, block_table: torch.Tensor) -> torch.Tensor:
-    """``[M]`` int64: where each row's key goes, -1 for inert rows."""
-    at = positions.clamp(min=0).long()
-    block = block_table.gather(1, (at // BLOCK_SIZE)[:, None])[:, 0].long()
-    return torch.where(positions >= 0, block * BLOCK_SIZE + at % BLOCK_SIZE, -1)
 
 
 class CudaDecoder:
@@ -310,7 +303,7 @@ class CudaDecoder:
         shape = StepShape.of_bucket(-(-m // tp.size), experts.num_processes)
         experts.begin_step(pdl=False)
         sums.begin_step()
-        slot_mapping = _slot_mapping(positions, block_table) if keys_first else None
+        slot_mapping = slots_of(positions, block_table) if keys_first else None
         self._embed(token_ids, b, tp)
         for layer, next_norm, (k_cache, v_cache) in zip(self.layers, self.next_norms, kv_caches, strict=True):
             self._gemm(b.normed, layer.qkv, b.qkv, bias=layer.qkv_bias)

@@ -11,6 +11,7 @@ from moe_runtime.kernels.attention import (
     make_attention_plan,
     paged_attention,
     paged_attention_reference,
+    slots_of,
     write_kv,
 )
 from moe_runtime.kernels.schedules import Control, control
@@ -252,3 +253,9 @@ def test_control_another_chunk_length_has_other_bits(monkeypatch):
     assert CHUNK_BLOCKS == 4
     monkeypatch.setattr("moe_runtime.kernels.attention.CHUNK_BLOCKS", 2)
     assert not torch.equal(s.prefill(), ours)
+
+
+def test_slots_follow_blocks_and_inert_rows_have_none():
+    table = torch.tensor([[3, 1, -1], [2, -1, -1], [-1, -1, -1]], dtype=torch.int32)
+    positions = torch.tensor([70, 63, -1], dtype=torch.int32)
+    assert slots_of(positions, table).tolist() == [64 + 6, 2 * 64 + 63, -1]
