@@ -113,7 +113,7 @@ class _Bench:
             torch.cuda.empty_cache()
 
     def find_gain(self) -> float:
-        """Factor of the hot rows that makes the hottest expert as hot as asked for; leaves the router, but for roundings."""
+        """Factor of the hot rows that makes the hottest expert as hot as asked for; leaves the router as it was."""
         low, high = 1.0, 8.0
         for _ in range(SEARCH_STEPS):
             middle = (low * high) ** 0.5

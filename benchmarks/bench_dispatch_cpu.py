@@ -11,6 +11,7 @@ the machine's cores, so compare numbers of one run only. There is no link, hence
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -26,7 +27,7 @@ from moe_runtime.comm.all_reduce import all_reduce
 from moe_runtime.comm.collective import CollectiveDispatcher
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.transports import open_transport
-from moe_runtime.eplb.placement import contiguous_placement
+from moe_runtime.eplb.placement import even_slots
 from moe_runtime.kernels.combine import combine_slots
 from moe_runtime.kernels.trees import tree_sum
 from moe_runtime.launch.distributed import close_ranks, init_ranks
@@ -54,7 +55,7 @@ class Layer:
         self.ids = chances.topk(num_topk, -1).indices
         self.weights = torch.rand(num_tokens, num_topk, generator=generator)
         self.tokens_per_rank = [num_tokens] * group.size
-        first_expert = contiguous_placement(self.num_experts, group.size).first_expert
+        first_expert = (0, *itertools.accumulate(even_slots(self.num_experts, group.size)))
         self.dispatcher = CollectiveDispatcher(group, first_expert, num_topk)
 
     def run(self) -> torch.Tensor:

@@ -31,6 +31,8 @@ CONNECT_TIMEOUT_S = 30.0
 MAX_UNSENT_BYTES = 1 << 12
 """Of a peer that takes nothing: its pulses are left out from there on."""
 SECRET_BYTES = 16
+STRANGERS = 64
+"""Callers, beside the ranks, that may wait to be turned away without keeping a rank out."""
 _HEAD = struct.Struct("<HB")
 _HELLO = struct.Struct(f"<{SECRET_BYTES}sI")
 _PULSE, _LAST_WORDS = range(2)
@@ -143,7 +145,7 @@ def connect_pulses(group: RankGroup, *, stalled_after_s: float = STALLED_AFTER_S
         family = socket.AF_INET6 if ":" in group.address else socket.AF_INET
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.bind((group.address, 0))
-        listener.listen(group.size)
+        listener.listen(group.size + STRANGERS)
         here = b"%d %b" % (listener.getsockname()[1], group.address.encode())
     except OSError as error:
         reason = f"{name} cannot listen at {group.address}: {error.strerror}"
