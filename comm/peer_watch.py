@@ -29,7 +29,15 @@ from moe_runtime.errors import PeerError
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["CHECK_S", "LATE_AFTER_S", "MAX_WORDS_BYTES", "STALLED_AFTER_S", "PeerLink", "PeerWatch"]
+__all__ = [
+    "CHECK_S",
+    "LATE_AFTER_S",
+    "MAX_WORDS_BYTES",
+    "STALLED_AFTER_S",
+    "PeerLink",
+    "PeerWatch",
+    "allow_silence",
+]
 
 STALLED_AFTER_S = 6.0
 LATE_AFTER_S = 6.0
@@ -59,6 +67,12 @@ class PeerLink(ABC):
     @abstractmethod
     def close(self) -> None:
         """Peers see the end of it."""
+
+
+def allow_silence(seconds: float) -> None:
+    """Let peers in all groups of this process be silent for so long at least, as its operator expects pauses."""
+    for watch in list(_watches):
+        watch.stalled_after_s = max(watch.stalled_after_s, seconds)
 
 
 class PeerWatch:

@@ -16,6 +16,7 @@ __all__ = [
     "CANDIDATE_ROW_TILES",
     "COLUMN_TILE",
     "ROW_TILE",
+    "TREE_CONTROLS",
     "Control",
     "active_control",
     "control",
@@ -45,6 +46,15 @@ class Control(StrEnum):
     DRAFT_BONUS = "draft-bonus"  # the token after accepted drafts taken from the last draft's row
     SHIFTED_MASKS = "shifted-masks"  # a row's grammar mask taken from the next row of the batch that has one
 
+
+TREE_CONTROLS = (
+    Control.SPLIT_K_GEMM,
+    Control.FREE_GEMM,
+    Control.ARRIVAL_COMBINE,
+    Control.BATCH_ATTENTION,
+    Control.BATCH_NOISE,
+)
+"""Those that any batch shows; the others need what they are about: cached prefixes, drafts, grammars."""
 
 _control = Control.NONE
 

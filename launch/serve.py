@@ -22,6 +22,7 @@ import torch
 from moe_runtime.comm.agreement import all_or_none
 from moe_runtime.comm.control_group import open_control_group
 from moe_runtime.comm.groups import RankGroup
+from moe_runtime.comm.peer_watch import allow_silence
 from moe_runtime.comm.tensor_parallel import TensorParallel, open_tensor_parallel
 from moe_runtime.comm.transports import Transport, open_transport
 from moe_runtime.config import ServeConfig
@@ -270,6 +271,8 @@ def _serve(
             )
         if config.http.kv_events:
             engine.report_kv_events()
+        # The front end's watch, which names the first fault, is to speak first.
+        allow_silence(config.http.heartbeat_timeout_s + 1.0)
     except ValueError as error:  # CheckpointError is one
         usage_error(str(error))
     except InvarianceError as error:

@@ -96,6 +96,19 @@ def test_a_pause_of_all_counts_for_nobody():
     watch.close()
 
 
+def test_longer_silence_may_be_allowed_and_never_shorter():
+    watch = watch_of(PlayedLink())
+    peer_watch.allow_silence(1.0)
+    assert watch.stalled_after_s == peer_watch.STALLED_AFTER_S
+    peer_watch.allow_silence(30.0)
+    watch.begin_wait(100.0)
+    for now_s in np.arange(100.5, 129.9, 0.5):
+        watch.look(now_s, lambda _: False)
+    with pytest.raises(PeerError, match=r"rank 1 has stalled: no sign of life in 30\.0 s"):
+        watch.look(130.0, lambda _: False)
+    watch.close()
+
+
 def watched(context: RankContext, transport: DispatcherName, tp: int) -> tuple[RankGroup, RankGroup]:
     """All ranks, and this one's group of ``tp``; with short limits."""
     group = open_transport(context.group, transport).group

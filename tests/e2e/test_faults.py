@@ -166,6 +166,18 @@ def test_a_pause_is_no_fault_and_a_kill_is_told_in_json_without_secrets(tmp_path
     assert set(Path("/dev/shm").iterdir()) <= shared
 
 
+@pytest.mark.slow  # the ordinary suite has it with a shorter pause
+def test_probes_of_a_server_that_stands_still_for_a_minute_leave_nothing_behind() -> None:
+    with running_server(2, "--heartbeat-timeout-s", "120", "--step-timeout-s", "120") as server:
+        before = server.complete(**BODY)
+        rank = server.info()["ranks"][1]["pid"]
+        os.kill(rank, signal.SIGSTOP)
+        _probe_in_vain(server, 60.0, {})
+        os.kill(rank, signal.SIGCONT)
+        _only_these_are_open(server, 0, {})
+        assert server.complete(**BODY)["choices"] == before["choices"]
+
+
 def test_a_rank_that_is_stopped_is_ended_and_named(tmp_path: Path) -> None:
     error_file = tmp_path / "error.json"
     environment = {"TORCHELASTIC_ERROR_FILE": str(error_file)}

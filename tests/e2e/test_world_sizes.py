@@ -13,7 +13,7 @@ from moe_runtime.comm.groups import RankGroup
 from moe_runtime.engine.llm import LLM
 from moe_runtime.engine.request import SamplingParams
 from moe_runtime.errors import InvalidRequestError
-from moe_runtime.kernels.schedules import Control, control
+from moe_runtime.kernels.schedules import TREE_CONTROLS, Control, control
 from moe_runtime.verify.drafting import Drafting, drafting
 from tests.checkpoints import WEIGHT_KINDS, tiny_config, write_checkpoint
 from tests.mixed_requests import bits, mixed_params, random_prompts
@@ -331,7 +331,7 @@ def test_weights_tell_the_models_apart(models):
 
 
 # In bf16 the rounding after each op hides most changes of an fp32 tree in so small a model, so all are tried in fp32.
-CONTROLS = [(which, "float32") for which in Control if which not in (Control.NONE, Control.DRAFT_BONUS)]
+CONTROLS = [(which, "float32") for which in TREE_CONTROLS]
 CONTROLS += [(Control.SPLIT_K_GEMM, "bfloat16"), (Control.BATCH_NOISE, "bfloat16")]
 
 

@@ -15,7 +15,7 @@ import pytest
 import moe_runtime.builtin
 from moe_runtime.engine.config import EngineConfig
 from moe_runtime.engine.llm import LLM
-from moe_runtime.kernels.schedules import Control, active_control
+from moe_runtime.kernels.schedules import TREE_CONTROLS, Control, active_control
 from moe_runtime.verify.axes import AXES, CACHE_ABSENT, GRAPHS_ABSENT, PLACEMENT_ABSENT, TOKENIZER_ABSENT
 from moe_runtime.verify.checker import ProgressFactory, check
 from moe_runtime.verify.compare import Output
@@ -83,10 +83,7 @@ def test_an_axis_of_the_prefix_cache_needs_hits_and_a_cache(
     assert report.exit_code is CheckExit.DIFFERENT
 
 
-UNSEEN_BY_PLAIN_RUNS = (Control.NONE, Control.PREFIX_COLLISION, Control.DRAFT_BONUS, Control.SHIFTED_MASKS)
-
-
-@pytest.mark.parametrize("which", [control for control in Control if control not in UNSEEN_BY_PLAIN_RUNS])
+@pytest.mark.parametrize("which", TREE_CONTROLS)
 def test_every_control_is_seen_to_fail(
     llm: LLM, small_check: MakeConfig, progress: ProgressFactory, which: Control
 ) -> None:

@@ -14,7 +14,7 @@ from moe_runtime.comm.collective import CollectiveDispatcher
 from moe_runtime.comm.loopback import LoopbackDispatcher
 from moe_runtime.engine.config import EngineConfig
 from moe_runtime.engine.llm import LLM
-from moe_runtime.kernels.schedules import Control
+from moe_runtime.kernels.schedules import TREE_CONTROLS, Control
 from moe_runtime.verify import runner as runner_module
 from moe_runtime.verify.axes import TOPOLOGIES_ABSENT
 from moe_runtime.verify.checker import ProgressFactory, check
@@ -76,7 +76,7 @@ def test_other_deployments_add_no_bit_to_the_digest(
     assert len(digests) == 1
 
 
-@pytest.mark.parametrize("which", [c for c in Control if c not in (Control.NONE, Control.PREFIX_COLLISION)])
+@pytest.mark.parametrize("which", TREE_CONTROLS)
 def test_a_control_is_seen_there_and_fails_no_self_check(
     llm: LLM, small_check: MakeConfig, progress: ProgressFactory, which: Control
 ) -> None:
