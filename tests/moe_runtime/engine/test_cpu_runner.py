@@ -104,7 +104,9 @@ def test_aborts_in_flight_leave_the_others_alone(llm: LLM) -> None:
     llm.reconfigure(overlap="on", kv_cache_blocks=12)
     engine = llm.engine
     assert isinstance(engine, Engine)
-    params = SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True, logprobs=1, seed=3)
+    params = SamplingParams(
+        temperature=1.0, max_tokens=24, ignore_eos=True, logprobs=1, seed=3, cache_prompt=False
+    )
     prompts = random_prompts(2, [70] * 12)
 
     def run(aborts: dict[int, list[str]], names: list[int]) -> dict[str, list[SequenceOutput]]:
