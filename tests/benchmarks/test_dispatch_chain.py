@@ -87,6 +87,7 @@ def test_every_form_gives_its_reference_s_bits(size, num_tokens, form):
         assert torch.equal(chain.homes()[held], expected[held])
 
 
+@pytest.mark.slow
 def test_more_positions_than_slot_tables_have_take_no_slot_table():
     made = make_chains(2, 130, place=True, slots_each=4)
     run(made)

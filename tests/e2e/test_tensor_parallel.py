@@ -203,7 +203,10 @@ def test_all_tokens_routed_to_one_rank_change_nothing(ranks, models, world_size,
     models.check(jobs, ranks(world_size, run_jobs, jobs))
 
 
-@pytest.mark.parametrize("kind", WEIGHT_KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[] if kind == "cancelling" else pytest.mark.slow) for kind in WEIGHT_KINDS],
+)
 def test_level_batch_is_batch_invariant_and_depends_on_the_group(ranks, models, kind):
     """Ranks' shards are the parts: company and schedule change nothing, but the size of the group does."""
     folder = uneven(models, kind)

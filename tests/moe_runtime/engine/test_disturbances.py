@@ -14,7 +14,9 @@ from moe_runtime.engine.scheduler import Scheduler
 from moe_runtime.engine.sequence import Sequence
 from tests.checkpoints import tiny_config, write_checkpoint
 
-PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1, prompt_logprobs=0, seed=0)
+PARAMS = SamplingParams(
+    temperature=0, max_tokens=12, ignore_eos=True, logprobs=1, prompt_logprobs=0, seed=0, cache_prompt=False
+)
 PROMPTS = [[(7 * i + j) % 128 for j in range(100 + i)] for i in range(3)]
 
 

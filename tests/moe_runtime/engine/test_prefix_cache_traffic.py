@@ -19,6 +19,7 @@ from moe_runtime.comm.groups import RankGroup
 from moe_runtime.engine.batch import wanted_rows
 from moe_runtime.engine.block_manager import BlockManager
 from moe_runtime.engine.engine import Engine
+from moe_runtime.engine.expert_load import HostExpertLoad
 from moe_runtime.engine.messages import SequenceOutput, TokenLogprobs
 from moe_runtime.engine.request import Request, SamplingParams
 from moe_runtime.engine.routed_experts import RoutedExperts, join_routed_experts, num_routed_tokens
@@ -62,6 +63,7 @@ class ModelRunner(Runner):
 
     def __init__(self, num_blocks: int, *, overlaps: bool) -> None:
         self.overlaps = overlaps
+        self.expert_load = HostExpertLoad(0, 0)
         self.content: list[list[tuple[object, int] | None]] = [[None] * BLOCK_SIZE for _ in range(num_blocks)]
         self.last_token: dict[Sequence, int] = {}
         self.keys: dict[Sequence, list[int]] = {}
@@ -97,6 +99,9 @@ class ModelRunner(Runner):
 
     def follow(self, plan, tokens_per_rank, *, is_decode):
         raise AssertionError("nobody follows one rank")
+
+    def uncount(self, token_idx):
+        raise AssertionError("nobody drafts")
 
     def _take_tokens(self, chunk) -> None:
         sequence = chunk.sequence

@@ -38,7 +38,7 @@ class Nothing(Proposer):
 
 def scheduler_of(num_seqs: int, *, budget: int = 512, num_blocks: int = 64) -> Scheduler:
     config = SchedulerConfig(max_num_seqs=num_seqs, max_num_batched_tokens=budget)
-    return Scheduler(config, BlockManager(num_blocks))
+    return Scheduler(config, BlockManager(num_blocks, prefix_cache=False))
 
 
 def add(scheduler: Scheduler, name: str, num_prompt: int = 3, max_tokens: int = 50, **params) -> None:
