@@ -37,10 +37,10 @@ class CheckConfig:
             always give the same bits. The traffic depends on ``--seed`` alone.
         full: Every prompt greedy and seeded, and every one of them on every axis; takes long.
         json: File for the report, written after each axis.
-        control: Tree to switch off in all runs, to see the check fail: split-k-gemm, free-gemm, arrival-combine,
-            batch-attention, batch-noise, prefix-collision (seen by the axis radix_cache), draft-bonus (by speculation),
-            shifted-masks (by structured_output). Exit code 4 when the check notices, 5 when it does not. Where no dtype
-            is given, float32: a few bfloat16 rows mostly add to the same fp32 sum in any order.
+        control: Rule to switch off in all runs, to see the check fail: split-k-gemm, free-gemm, arrival-combine,
+            batch-attention, batch-noise, prefix-collision, draft-bonus, shifted-masks; the last three are seen by the
+            axes radix_cache, speculation and structured_output. Exit code 4 when the check notices, 5 when it does not.
+            Where no dtype is given, float32: a few bfloat16 rows mostly add to the same fp32 sum in any order.
         expect_digest: Digest that the outputs of the reference batch must have, from another run of the same check; at
             level ``batch`` with multiple reduction on, from one on as many ranks (with the same fingerprint).
     """
