@@ -251,9 +251,13 @@ def test_drafts_leak_no_block_keep_the_budget_and_push_nobody_out(case):
             (c.sequence, c.num_tokens) for c in plain
         ]
         assert sum(c.num_tokens for c in chunks) <= scheduler.config.max_num_batched_tokens
-        owned = [block for s in scheduler.running for block in s.block_ids]
-        assert len(owned) == len(set(owned))
+        owned = {block for s in scheduler.running for block in s.block_ids}
         assert len(owned) + scheduler.blocks.num_free_blocks == scheduler.blocks.num_blocks
+        for chunk in chunks:
+            s = chunk.sequence
+            written = set(s.block_ids[s.num_computed_tokens // BLOCK_SIZE :])
+            others = {block for o in scheduler.running if o is not s for block in o.block_ids}
+            assert not written & others, "what a step writes to is one sequence's"
         for chunk in chunks:
             s = chunk.sequence
             assert len(s.block_ids) * BLOCK_SIZE >= s.num_computed_tokens + chunk.num_tokens
