@@ -217,6 +217,7 @@ class KeyRunner(Runner):
         for chunk in chunks:
             for i in range(at, at + chunk.num_tokens):
                 if resolved[i] == UNKNOWN_TOKEN:
+                    assert chunk.sequence.grammar is None, "its mask follows from the token"
                     resolved[i] = self.last_token[chunk.sequence]
                     self.num_unknown += 1
             at += chunk.num_tokens

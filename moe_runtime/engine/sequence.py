@@ -141,7 +141,7 @@ class Sequence:
         """
         if self.params.forced_token_ids is not None:
             return False
-        return self.grammar is None or self._rules is None
+        return self.grammar is None or self._rules is None or not self._rules.has_masks
 
     def num_allowed_drafts(self, draft_ids: tuple[int, ...]) -> int:
         """How many of ``draft_ids``, from the first, may stand in a step, where it takes drafts."""

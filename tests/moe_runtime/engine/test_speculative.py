@@ -201,6 +201,15 @@ def test_where_nothing_can_be_guessed_looking_again_waits_a_little():
     assert wants == [True, True, False, True, False, False, False, True, False, False, False, True]
 
 
+def test_nobody_waits_for_the_tokens_of_a_sequence_that_takes_no_drafts(monkeypatch):
+    scheduler = decoding(2)
+    speculation = Speculation(Sevens(), 4)
+    assert speculation.wants_tokens(scheduler.running)
+    monkeypatch.setattr(Sequence, "takes_drafts", False)
+    assert not speculation.wants_tokens(scheduler.running)
+    assert not any(chunk.draft_ids for chunk in speculation.extend(scheduler.schedule(), scheduler))
+
+
 def test_large_batches_get_no_drafts():
     for num_seqs in (MOST_ROWS - 1, MOST_ROWS):
         scheduler = decoding(num_seqs)
