@@ -119,6 +119,7 @@ class Engine:
         """Forget everything."""
         for sequence in (*self.scheduler.waiting, *self.scheduler.running):
             self.scheduler.abort(sequence.request_id)
+        self._early_outputs.clear()
 
     def step(
         self, *, epoch: int = 0, drain: bool = False, num_pending: int = 0

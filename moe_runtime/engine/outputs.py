@@ -30,7 +30,7 @@ class CompletionOutput:
         seed: Seed in force (signed 64-bit, as requests take it), which repeats this choice as choice 0 of a new
             request.
         routing: Where asked for, the logical experts of each token that has run, as bytes; ``routed_experts`` as an
-            array.
+            array. None where it ended, in error or aborted, before it had an output.
     """
 
     text: str
@@ -144,7 +144,7 @@ class _Choice:
                 self.finish_reason, self.stop_reason = "stop", last.stop
         assert self.finish_reason is not None, "a choice has not finished"
         routing = None
-        if self.params.return_routed_experts:
+        if self.params.return_routed_experts and self.routing:
             num_routed = num_routed_tokens(self.num_prompt_tokens, len(self.token_ids))
             routing = join_routed_experts(self.routing).first(num_routed)
         return CompletionOutput(

@@ -132,15 +132,21 @@ class Sequence:
         rules = self._plain_rules(draft_ids)
         return rules if self.grammar is None else self.grammar.restrict(rules, draft_ids)
 
-    def num_allowed_drafts(self, draft_ids: tuple[int, ...]) -> int:
-        """How many of ``draft_ids``, from the first, may stand in a step.
+    @property
+    def takes_drafts(self) -> bool:
+        """Whether a step may ever have drafts of it.
 
-        Other masks could leave nothing of a grammar's, which is judged token by token: with both there are none.
+        A given output needs none. Other masks could leave nothing of a grammar's, which is judged token by token: with
+        both there are none.
         """
+        if self.params.forced_token_ids is not None:
+            return False
+        return self.grammar is None or self._rules is None or not self._rules.has_masks
+
+    def num_allowed_drafts(self, draft_ids: tuple[int, ...]) -> int:
+        """How many of ``draft_ids``, from the first, may stand in a step, where it takes drafts."""
         if self.grammar is None:
             return len(draft_ids)
-        if self._rules is not None:
-            return 0
         self.grammar.want_drafts()
         return self.grammar.num_allowed_drafts(draft_ids)
 

@@ -80,8 +80,15 @@ class SequenceGrammar:
         self._is_closed = True
 
     def is_ready_for(self, num_output_tokens: int) -> bool:
-        """Whether the mask of the token after so many is there."""
-        return not self.is_working and self._error is None and self.num_tokens == num_output_tokens
+        """Whether the mask of the token after so many is there, and ``end`` has found that it leaves one to choose.
+
+        A mask that comes between the two calls waits for the next step's ``end``.
+        """
+        return (
+            not self.is_working
+            and self.num_tokens == num_output_tokens
+            and self._judged == (self.num_tokens, None)
+        )
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """Go on by the next tokens of the output, in order; the next mask is on its way."""
@@ -118,11 +125,15 @@ class SequenceGrammar:
             self._drafter_has_failed = True  # until it has not
 
             def make() -> None:
+                if self._is_closed:
+                    return
                 try:
                     self._drafter = self._make_matcher()
                     self._drafter_has_failed = False
                 except InvalidRequestError:
                     logger.debug("no drafts under a grammar that cannot be compiled again")
+                except Exception:  # nobody waits for work of a thread that has died
+                    logger.exception("no drafts under a grammar whose thread has failed")
 
             self._compile_later(make)
 

@@ -58,6 +58,11 @@ class SequenceRules:
         )
         return cls(request) if has_rules and params.forced_token_ids is None else None
 
+    @property
+    def has_masks(self) -> bool:
+        """Whether some token may be forbidden somewhere in the output; penalties and bias forbid none."""
+        return self._allowed_ids is not None or bool(self._ending_ids or self._bad_token_ids)
+
     def after(self, token_ids: list[int]) -> RowRules | None:
         """Rules for the token that follows ``token_ids``; None where none applies.
 

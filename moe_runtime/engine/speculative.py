@@ -134,7 +134,7 @@ class Speculation:
 
     def _num_wanted(self, sequence: Sequence) -> int:
         """Drafts that a decoding sequence may have now; the step gives one token more than are accepted."""
-        if sequence.params.forced_token_ids is not None:
+        if not sequence.takes_drafts:
             return 0
         most = min(self.most_drafts, sequence.max_tokens - sequence.num_output_tokens - 1)
         if not self.paced:

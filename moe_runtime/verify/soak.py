@@ -12,10 +12,10 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -25,7 +25,8 @@ from moe_runtime.engine.request import SamplingParams
 from moe_runtime.kernels.attention import BLOCK_SIZE
 from moe_runtime.verify.axes import Verdict
 from moe_runtime.verify.compare import Output, encode_output, first_difference
-from moe_runtime.verify.prompts import NUM_TOP_LOGPROBS, Case
+from moe_runtime.verify.drafting import Drafting
+from moe_runtime.verify.prompts import NUM_TOP_LOGPROBS, STRUCTURED_FORMS, Case
 from moe_runtime.verify.report import AxisResult
 from moe_runtime.verify.runner import Run, Runner
 
@@ -36,6 +37,9 @@ NUM_TRAFFIC = (4, 24)
 NUM_ROUND_STEPS = 60
 ABORTED, PREEMPTED = 0.15, 0.3
 """Shares of the traffic, and of the probes."""
+MOST_DRAFTS = 8
+REPEATED = 0.5
+"""Share of the traffic that begins as a probe does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +49,12 @@ class Kind:
     Attributes:
         name: Shown in the table.
         change: The parameters with it, given a random source and the ids of the vocabulary.
+        needs_tokenizer: Not for a checkpoint without one.
     """
 
     name: str
     change: Callable[[SamplingParams, random.Random, range], SamplingParams]
+    needs_tokenizer: bool = False
 
 
 def _sampled(params: SamplingParams, rng: random.Random, vocabulary: range) -> SamplingParams:
@@ -71,6 +77,19 @@ def _ruled(params: SamplingParams, rng: random.Random, vocabulary: range) -> Sam
     )
 
 
+def _given(params: SamplingParams, rng: random.Random, vocabulary: range) -> SamplingParams:
+    num_output = params.max_tokens
+    if not num_output or params.structured_outputs is not None:
+        return params
+    return replace(params, forced_token_ids=tuple(rng.choices(vocabulary, k=num_output)))
+
+
+def _structured(params: SamplingParams, rng: random.Random, vocabulary: range) -> SamplingParams:
+    if not params.max_tokens or params.forced_token_ids is not None:
+        return params
+    return replace(params, structured_outputs=rng.choice(list(STRUCTURED_FORMS.values())))
+
+
 KINDS: tuple[Kind, ...] = (
     Kind("sampled", _sampled),
     Kind("ruled", _ruled),
@@ -83,6 +102,10 @@ KINDS: tuple[Kind, ...] = (
         lambda params, rng, ids: replace(params, stop_token_ids=tuple(rng.sample(ids, min(5, len(ids))))),
     ),
     Kind("routed experts", lambda params, rng, _: replace(params, return_routed_experts=True)),
+    Kind("uncached", lambda params, rng, _: replace(params, cache_prompt=False)),
+    Kind("salted", lambda params, rng, _: replace(params, cache_salt=rng.choice(("a", "b")))),
+    Kind("given", _given),
+    Kind("structured", _structured, needs_tokenizer=True),
 )
 """What a request of the traffic may have, each with a chance of a quarter."""
 
@@ -93,13 +116,28 @@ CONDITIONS: tuple[tuple[str, Callable[[random.Random], dict[str, Any]]], ...] = 
     ("few sequences", lambda rng: {"max_num_seqs": rng.randint(1, 4)}),
     ("overlap", lambda rng: {"overlap": "on"}),
     ("no overlap", lambda rng: {"overlap": "off"}),
+    ("overlap, small cache", lambda rng: {"overlap": "on", "small_cache": True}),
 )
-"""Under what a round runs, each in its turn: fields of ``Run``, and ``small_cache``: room for the longest request and
+"""Under what two rounds run, each in its turn: fields of ``Run``, and ``small_cache``: room for the longest request and
 little more."""
+
+CACHES: tuple[Literal["off", "cold", "warm"], ...] = ("warm", "cold", "off")
+"""The prefix cache of a round, each in its turn: as the round before left it (where limits are the same), flushed, or
+not used."""
+
+DRAFTERS: tuple[Literal["off", "ngram", "right", "wrong", "mixed"], ...] = (
+    "off",
+    "mixed",
+    "ngram",
+    "right",
+    "wrong",
+)
+"""What drafts in a round, each in its turn; ``CONDITIONS``, these and ``CACHES`` have lengths that meet in all ways."""
 
 
 def probes(llm: LLM, seed: int) -> list[Case]:
-    """The requests that are watched: short and long ones, greedy and seeded, ruled, with choices, scored prompts."""
+    """The requests that are watched: short and long ones, greedy and seeded, ruled, with choices, scored prompts, two
+    with a form where there is a tokenizer."""
     rng = random.Random(f"{seed} soak probes")
     context = llm.limits.max_total_tokens
     vocabulary = range(llm.limits.vocab_size)
@@ -121,18 +159,28 @@ def probes(llm: LLM, seed: int) -> list[Case]:
         if i % 5 == 3:
             params = replace(params, n=2)
         cases.append(Case(name=f"probe {i}", prompt_ids=prompt, params=params))
+    if llm.tokenizer is not None:
+        for case, form in ((cases[4], "regex"), (cases[1], "schema")):
+            # A length of output that nothing ends before.
+            params = replace(case.params, structured_outputs=STRUCTURED_FORMS[form], n=1)
+            cases.append(replace(case, name=f"{case.name}, {form}", params=params))
     return cases
 
 
 def soak_round(
-    llm: LLM, seed: int, number: int, watched: Sequence[Case]
+    llm: LLM,
+    seed: int,
+    number: int,
+    watched: Sequence[Case],
+    answers: Mapping[str, Sequence[int]] | None = None,
 ) -> tuple[Run, dict[str, int], Counter[str]]:
     """A round: its batch, where in it each watched request stands, and what it holds.
 
     Args:
-        llm: Tells vocabulary, context and number of engines.
+        llm: Tells vocabulary, context, number of engines, and whether there is a tokenizer.
         seed, number: Decide the round.
         watched: Must be in it.
+        answers: Output tokens of watched requests, for drafts; before they are known there are none.
     """
     rng = random.Random(f"{seed} soak round {number}")
     context, vocabulary = llm.limits.max_total_tokens, range(llm.limits.vocab_size)
@@ -145,14 +193,25 @@ def soak_round(
         longest = context - num_output
         lengths = (rng.randint(1, min(8, longest)), rng.randint(1, longest), min(BLOCK_SIZE, longest))
         prompt = tuple(rng.choice(vocabulary) for _ in range(rng.choice(lengths)))
+        if rng.random() < REPEATED:
+            shared = rng.choice(watched).prompt_ids
+            prompt = (*shared[: rng.randint(0, len(shared))], *prompt[:8])[:longest]
         params = SamplingParams(temperature=0.0, seed=rng.randrange(2**62), max_tokens=num_output)
         for kind in KINDS:
-            if rng.random() < 0.25:
+            if rng.random() < 0.25 and not (kind.needs_tokenizer and llm.tokenizer is None):
                 params = kind.change(params, rng, vocabulary)
                 kinds[kind.name] += 1
         if rng.random() < ABORTED:  # one that nothing else ends before
-            aborted[name] = rng.randint(0, num_output - 2)
-            params = replace(params, n=1, max_tokens=num_output, ignore_eos=True, stop_token_ids=())
+            aborted[name] = rng.randint(0, max(0, num_output - 2 - MOST_DRAFTS))
+            params = replace(
+                params,
+                n=1,
+                max_tokens=num_output,
+                ignore_eos=True,
+                stop_token_ids=(),
+                structured_outputs=None,
+                cache_prompt=False,
+            )
         cases.append(Case(name=name, prompt_ids=prompt, params=params))
     kinds["traffic"] = len(cases)
     cases += watched
@@ -160,13 +219,19 @@ def soak_round(
     places = {case.name: i for i, case in enumerate(cases)}
     preempt_at = {}
     for case in watched:
-        most = len(case.prompt_ids) + case.num_output_tokens - 2
+        most = len(case.prompt_ids) + case.num_output_tokens - 2 - MOST_DRAFTS  # drafts leap over no more
         if case.params.n == 1 and most > 0 and rng.random() < PREEMPTED:
             preempt_at[places[case.name]] = [rng.randint(1, most)]
     abort_at = {places[name]: count for name, count in aborted.items()}
-    condition, fields = CONDITIONS[number % len(CONDITIONS)]
+    condition, fields = CONDITIONS[number // 2 % len(CONDITIONS)]
     options = fields(rng)
+    cache, drafter = CACHES[number % len(CACHES)], DRAFTERS[number % len(DRAFTERS)]
     kinds[condition] += 1
+    kinds[f"{cache} prefix cache"] += 1
+    drafting = Drafting(
+        kind=drafter if answers else "off", most_drafts=rng.randint(1, MOST_DRAFTS), answers=answers
+    )
+    kinds[drafting.name.partition(",")[0]] += 1
     kinds["aborted"], kinds["preempted on purpose"] = len(abort_at), len(preempt_at)
     if options.pop("small_cache", False):
         longest = max(len(case.prompt_ids) + (case.params.max_tokens or 0) for case in cases)
@@ -177,6 +242,8 @@ def soak_round(
         ranks=[rng.randrange(llm.num_engines) for _ in cases],
         arrival_steps=[rng.randrange(NUM_ROUND_STEPS) for _ in cases],
         disturbances=PlannedDisturbances(preempt_at=preempt_at, abort_at=abort_at),
+        prefix_cache=cache,
+        drafting=drafting,
         **options,
     )
     return run, {case.name: places[case.name] for case in watched}, kinds
@@ -209,10 +276,14 @@ def soak(
     with progress(SOAK) as on_progress:
         number = 0
         while number < 2 or _goes_on(llm, start_s, minutes):
-            run, places, of_round = soak_round(llm, seed, number, watched)
+            answers = {name: output.token_ids for name, output in expected.items()}
+            run, places, of_round = soak_round(llm, seed, number, watched, answers)
             result = runner.run(run)
             number += 1
             kinds += of_round
+            kinds["cached tokens"] += result.num_cached_tokens
+            kinds["accepted drafts"] += result.num_accepted_drafts
+            kinds["wrong drafts"] += result.num_rejected_drafts
             found.num_runs, found.num_preemptions = number, found.num_preemptions + result.num_preemptions
             for name, place in places.items():
                 output = result.outputs[place]

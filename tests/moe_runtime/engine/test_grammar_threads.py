@@ -138,6 +138,6 @@ def test_the_deepest_grammar_that_fits_is_compiled_and_its_masks_are_made():
     assert made.grammar is not None
     opened = threads.open(made.grammar, EOS)
     threads.wait([opened])
-    assert opened.is_ready_for(0)
     assert opened.end(None, 0) is None
+    assert opened.is_ready_for(0)
     threads.close()

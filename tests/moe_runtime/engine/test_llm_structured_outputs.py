@@ -185,7 +185,8 @@ def test_a_model_without_an_end_of_sequence_ends_with_the_grammar(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("fields", "num_tokens"), [({"allowed_token_ids": (3, 4)}, 0), ({"bad_words": ("c",)}, None)]
+    ("fields", "num_tokens"),
+    [({"allowed_token_ids": (3, 4), "return_routed_experts": True}, 0), ({"bad_words": ("c",)}, None)],
 )
 def test_a_request_whose_masks_leave_nothing_ends_alone(llm, reference, fields, num_tokens):
     params = replace(GREEDY, structured_outputs=StructuredOutputs(regex="[ab][ab]c"), **fields)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 import moe_runtime.builtin
 from moe_runtime.engine.messages import SequenceOutput, TokenLogprobs
 from moe_runtime.engine.outputs import Collector
@@ -46,3 +48,12 @@ def test_a_stop_string_cuts_text_and_tokens_and_asks_for_the_end():
     assert choice.text == "one two "
     assert (choice.finish_reason, choice.stop_reason) == ("stop", "three")
     assert choice.token_ids == tuple(ids[: asked.index(True) + 1])
+
+
+@pytest.mark.parametrize("reason", ["error", "abort"])
+def test_a_choice_that_ended_before_its_prompt_ran_has_no_experts(reason):
+    gathered = collector(return_routed_experts=True)
+    gathered.add(SequenceOutput("r", 0, finish_reason=reason, error="no token is left"))
+    (choice,) = gathered.result().outputs
+    assert (choice.token_ids, choice.routing, choice.routed_experts) == ((), None, None)
+    assert (choice.finish_reason, choice.error) == (reason, "no token is left")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from moe_runtime.engine.request import Request, SamplingParams, choice_seed
+import pytest
+
+from moe_runtime.engine.request import RequestLimits, SamplingParams, choice_seed, make_request
 from moe_runtime.engine.sequence import Sequence
+
+LIMITS = RequestLimits(vocab_size=16, max_model_len=64, max_kv_tokens=64, eos_token_ids=(0,))
 
 
 def make(choice_idx: int = 0, **params) -> Sequence:
-    request = Request(
-        request_id="r", prompt_ids=(4, 5, 6), params=SamplingParams(seed=11, max_tokens=5, **params)
-    )
+    given = SamplingParams(seed=11, max_tokens=5, **params)
+    request = make_request("r", [4, 5, 6], given, LIMITS, bad_word_ids=lambda word: ((3,),))
     return Sequence(request, choice_idx, 7)
 
 
@@ -40,3 +43,21 @@ def test_the_prompt_is_scored_with_choice_zero_alone():
     assert make(0, prompt_logprobs=0).wants_prompt_logprobs
     assert not make(1, prompt_logprobs=0).wants_prompt_logprobs
     assert not make(0).wants_prompt_logprobs
+
+
+@pytest.mark.parametrize(
+    ("fields", "alone", "with_grammar"),
+    [
+        ({}, True, True),
+        ({"frequency_penalty": 0.5, "repetition_penalty": 1.2, "logit_bias": {3: -100.0}}, True, True),
+        ({"min_tokens": 2}, True, False),
+        ({"allowed_token_ids": (3, 4)}, True, False),
+        ({"bad_words": ("x",)}, True, False),
+        ({"forced_token_ids": (1, 2, 3, 4, 5)}, False, False),
+    ],
+)
+def test_drafts_stand_where_no_other_mask_meets_a_grammar_s(fields, alone, with_grammar):
+    sequence = make(**fields)
+    assert sequence.takes_drafts is alone
+    sequence.grammar = object()
+    assert sequence.takes_drafts is with_grammar

@@ -80,13 +80,31 @@ def test_a_sequence_waits_for_its_mask(compiler):
     with pytest.raises(AssertionError, match="must not run"):
         grammar.restrict(None)
     opened.do_work()
+    assert grammar.end(None, 0) is None
     assert grammar.is_ready_for(0)
     assert not grammar.is_ready_for(1)
     grammar.advance(encode("a"))
     assert not grammar.is_ready_for(1)
     with pytest.raises(AssertionError, match="without a mask"):
         grammar.advance(encode("b"))
-    assert opened.do_work().is_ready_for(1)
+    opened.do_work()
+    assert grammar.end(None, 0) is None
+    assert grammar.is_ready_for(1)
+
+
+@pytest.mark.parametrize("text", ["", "a"])
+def test_a_mask_that_nobody_has_judged_does_not_run(compiler, text):
+    # It may come in another thread after a step has looked for ends, and before it looks for what can run.
+    opened = Opened(compiler, eos=(), regex="ab|a")
+    if text:
+        opened.do_work().advance(encode(text))
+    grammar = opened.grammar
+    only_z = ids_rules(allowed_ids=encode("z"))
+    assert grammar.end(only_z, 0) is None, "not known yet"
+    opened.do_work()
+    assert not grammar.is_ready_for(len(text))
+    assert grammar.end(only_z, 0) is not None
+    assert not grammar.is_ready_for(len(text))
 
 
 def test_the_mask_joins_the_other_rules(compiler):
@@ -238,4 +256,32 @@ def test_a_second_matcher_that_fails_allows_no_drafts(compiler):
     grammar.want_drafts()
     assert len(made) == 2
     assert grammar.num_allowed_drafts(encode("a")) == 0
+    assert grammar.end(None, 0) is None
     assert grammar.is_ready_for(0)
+
+
+def test_a_second_matcher_that_fails_unexpectedly_ends_no_thread(compiler, caplog):
+    made = []
+    text = compiler.normalise(StructuredOutputs(regex="a*"))
+
+    def make():
+        made.append(1)
+        if len(made) > 1:
+            raise MemoryError("out of luck")
+        return compiler.matcher(text)
+
+    grammar = SequenceGrammar(
+        make, EOS, VOCAB, compile_later=lambda w: w(), run_later=lambda w: w(), changed=threading.Condition()
+    )
+    grammar.start()
+    grammar.want_drafts()
+    assert "out of luck" in caplog.text
+    assert grammar.num_allowed_drafts(encode("a")) == 0
+
+
+def test_no_second_matcher_is_made_for_a_sequence_that_has_gone(compiler):
+    opened = Opened(compiler, regex="ab")
+    opened.do_work().want_drafts()
+    opened.grammar.close()
+    opened.do_work()
+    assert opened.num_compiled == 1

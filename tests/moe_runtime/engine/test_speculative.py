@@ -201,6 +201,15 @@ def test_where_nothing_can_be_guessed_looking_again_waits_a_little():
     assert wants == [True, True, False, True, False, False, False, True, False, False, False, True]
 
 
+def test_nobody_waits_for_the_tokens_of_a_sequence_that_takes_no_drafts(monkeypatch):
+    scheduler = decoding(2)
+    speculation = Speculation(Sevens(), 4)
+    assert speculation.wants_tokens(scheduler.running)
+    monkeypatch.setattr(Sequence, "takes_drafts", False)
+    assert not speculation.wants_tokens(scheduler.running)
+    assert not any(chunk.draft_ids for chunk in speculation.extend(scheduler.schedule(), scheduler))
+
+
 def test_large_batches_get_no_drafts():
     for num_seqs in (MOST_ROWS - 1, MOST_ROWS):
         scheduler = decoding(num_seqs)
@@ -251,9 +260,13 @@ def test_drafts_leak_no_block_keep_the_budget_and_push_nobody_out(case):
             (c.sequence, c.num_tokens) for c in plain
         ]
         assert sum(c.num_tokens for c in chunks) <= scheduler.config.max_num_batched_tokens
-        owned = [block for s in scheduler.running for block in s.block_ids]
-        assert len(owned) == len(set(owned))
+        owned = {block for s in scheduler.running for block in s.block_ids}
         assert len(owned) + scheduler.blocks.num_free_blocks == scheduler.blocks.num_blocks
+        for chunk in chunks:
+            s = chunk.sequence
+            written = set(s.block_ids[s.num_computed_tokens // BLOCK_SIZE :])
+            others = {block for o in scheduler.running if o is not s for block in o.block_ids}
+            assert not written & others, "what a step writes to is one sequence's"
         for chunk in chunks:
             s = chunk.sequence
             assert len(s.block_ids) * BLOCK_SIZE >= s.num_computed_tokens + chunk.num_tokens

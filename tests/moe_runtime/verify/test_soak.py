@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ from moe_runtime.verify.checker import ProgressFactory, check
 from moe_runtime.verify.config import CheckConfig
 from moe_runtime.verify.report import CheckExit
 from moe_runtime.verify.runner import Run, Runner, RunResult
-from moe_runtime.verify.soak import CONDITIONS, KINDS, probes, soak, soak_round
+from moe_runtime.verify.soak import CACHES, CONDITIONS, DRAFTERS, KINDS, probes, soak, soak_round
 
 SECONDS = 0.001 / 60
 
@@ -30,23 +31,45 @@ def test_a_round_follows_from_seed_and_number(llm: LLM) -> None:
 
 
 def test_every_kind_and_condition_has_its_turn_and_every_request_can_run(llm: LLM) -> None:
-    watched = probes(llm, 0)
+    worded = SimpleNamespace(limits=llm.limits, num_engines=llm.num_engines, tokenizer="one")
+    watched = probes(worded, 0)
+    answers = {case.name: (1, 2, 3) for case in watched}
+    num_rounds = 2 * len(CONDITIONS)
     seen = {
         name
-        for number in range(12)
-        for name, count in soak_round(llm, 0, number, watched)[2].items()
+        for number in range(num_rounds)
+        for name, count in soak_round(worded, 0, number, watched, answers)[2].items()
         if count
     }
     assert {kind.name for kind in KINDS} <= seen
     assert {name for name, _ in CONDITIONS} <= seen
+    assert {f"{cache} prefix cache" for cache in CACHES} <= seen
+    assert {"no drafts", *(f"{kind} drafts" for kind in DRAFTERS if kind != "off")} <= seen
     assert {"aborted", "preempted on purpose"} <= seen
-    for number in range(12):
-        run = soak_round(llm, 0, number, watched)[0]
+    assert len([case for case in watched if case.params.structured_outputs is not None]) == 2
+    for number in range(num_rounds):
+        run = soak_round(worded, 0, number, watched, answers)[0]
         assert run.disturbances is not None
         for i, case in enumerate(run.cases):
             num_tokens = len(case.prompt_ids) + (case.params.max_tokens or 0)
             assert num_tokens <= min(llm.limits.max_total_tokens, 64 * (run.kv_cache_blocks or 100))
             assert not (i in run.disturbances.abort_at and case in watched)
+
+
+def test_conditions_caches_and_drafters_meet_in_all_ways() -> None:
+    num_rounds = 2 * len(CONDITIONS) * len(CACHES) * len(DRAFTERS)
+    met = {(n // 2 % len(CONDITIONS), n % len(CACHES), n % len(DRAFTERS)) for n in range(num_rounds)}
+    assert len(met) == num_rounds // 2
+
+
+def test_nothing_has_a_form_without_a_tokenizer_and_nothing_is_drafted_before_answers_are_known(
+    llm: LLM,
+) -> None:
+    watched = probes(llm, 0)
+    rounds = [soak_round(llm, 0, number, watched) for number in range(12)]
+    assert not any(case.params.structured_outputs for run, _, _ in rounds for case in run.cases)
+    assert not any(kinds["structured"] for _, _, kinds in rounds)
+    assert {run.drafting.kind for run, _, _ in rounds if run.drafting is not None} == {"off"}
 
 
 def test_a_soak_of_two_rounds_passes_and_says_what_it_was(
