@@ -219,7 +219,9 @@ def expert_load_of(text: str, shape: ModelShape, seed: int = 0) -> IntArray | No
         )
     with path.open("rb") as file:
         is_log = file.read(len(MAGIC)) == MAGIC
-    totals: IntArray = routing_log_counts(path, 1)[0] if is_log else np.asarray(LoadWindow.load(path).totals())
+    totals: IntArray = (
+        routing_log_counts(path, 1)[0] if is_log else np.asarray(LoadWindow.load(path).totals())
+    )
     if totals.shape[1] != shape.num_experts:
         raise ValueError(
             f"expert_load ({text!r}) has {totals.shape[1]} experts; must be the model's {shape.num_experts}"

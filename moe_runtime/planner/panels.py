@@ -104,9 +104,7 @@ def _latency(answer: Answer) -> dict[str, Any]:
             ("mean TTFT", [1e3 * c.ttft_s for c in some]),
         )
     ]
-    drawn = figure(
-        traces, f"Latency at EP {topology.ep_size}, TP {topology.tp}", "sequences per group", "ms"
-    )
+    drawn = figure(traces, f"Latency at EP {topology.ep_size}, TP {topology.tp}", "sequences per group", "ms")
     drawn["layout"]["xaxis"]["type"] = drawn["layout"]["yaxis"]["type"] = "log"
     return drawn
 
@@ -156,9 +154,7 @@ def _balance(answer: Answer) -> dict[str, Any]:
             "y": [r.contiguous for r in answer.balance],
         },
     ]  # fmt: skip
-    drawn = figure(
-        traces, "Balancedness", "redundant experts of a layer", "mean over peak load of the ranks"
-    )
+    drawn = figure(traces, "Balancedness", "redundant experts of a layer", "mean over peak load of the ranks")
     drawn["layout"]["yaxis"]["range"] = [0, 1.05]
     return drawn
 

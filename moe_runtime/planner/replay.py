@@ -17,7 +17,6 @@ import numpy as np
 
 from moe_runtime.engine.request import Request, SamplingParams
 from moe_runtime.engine.scheduler import SchedulerConfig
-from moe_runtime.kernels.attention import BLOCK_SIZE
 from moe_runtime.planner.cost_model import CostModel
 from moe_runtime.planner.replay_group import GroupLoad, OpenRequest, ReplayGroup
 from moe_runtime.planner.replay_metrics import ReplayMetrics, Timeline
@@ -268,7 +267,9 @@ class ReplicaReplay:
         if pending is not None and self._by_step:
             num_steps = min(num_steps, int(pending.arrival) - self._iteration)
         seconds = self._seconds(num_steps)
-        times = np.add.accumulate(np.concatenate([[self._time], seconds]))  # beginnings, and the last one's end
+        times = np.add.accumulate(
+            np.concatenate([[self._time], seconds])
+        )  # beginnings, and the last one's end
         if pending is not None and not self._by_step:
             seen = np.concatenate([[self._last_start], times[:-1]]) if self._layout.overlaps else times
             num_steps = min(num_steps, max(1, int(np.searchsorted(seen, pending.arrival))))

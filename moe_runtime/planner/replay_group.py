@@ -96,7 +96,12 @@ class ReplayGroup:
         self.open = open_requests
         self.step = 0
         self.num_computed_tokens = 0
-        self._prefix_cache, self._overlaps, self._windows, self._skips = prefix_cache, overlaps, windows, skips
+        self._prefix_cache, self._overlaps, self._windows, self._skips = (
+            prefix_cache,
+            overlaps,
+            windows,
+            skips,
+        )
         self._reached: list[Sequence] = []
         self._ended: list[Sequence] = []
         self._repeats = False
@@ -230,6 +235,7 @@ class ReplayGroup:
                 entry.num_output_tokens += num_run
                 entry.last_s = end_s
             self._reached = []
+            self._end_s = end_s
             self.step = step
 
     def _plain_steps(self) -> int:

@@ -148,7 +148,9 @@ class ReplayMetrics:
         """Requests that got all their tokens."""
         return len(self.ttft)
 
-    def finish(self, arrival_s: float, first_s: float, last_s: float, num_prompt: int, num_output: int) -> None:
+    def finish(
+        self, arrival_s: float, first_s: float, last_s: float, num_prompt: int, num_output: int
+    ) -> None:
         """Take a request that got its last token."""
         ttft = first_s - arrival_s
         tpot = (last_s - first_s) / (num_output - 1) if num_output > 1 else None

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
 from moe_runtime.engine.scheduler import SchedulerConfig
 from moe_runtime.kernels.attention import BLOCK_SIZE
-from moe_runtime.planner.answer import Answer
+from moe_runtime.planner.answer import Answer, launch_line
 from moe_runtime.planner.cost_model import Topology
 from moe_runtime.planner.cpu_cost import cost_model
 from moe_runtime.planner.fleet import Candidate, FleetSearch, topologies
@@ -33,7 +33,6 @@ START_S = 30.0
 """Modelled: processes, imports, compiled kernels, graphs."""
 READ_BYTES_PER_S = 2e9
 """Modelled: at which a rank reads its weights."""
-NUM_GOOD_DIGITS = 6
 
 RouterFactory = Callable[[Layout], Router]
 
@@ -48,6 +47,7 @@ class Simulation:
         layout: Of each replica at the beginning.
         metrics: What was observed.
         timeline: Over all replicas.
+        launch: How to start a replica.
     """
 
     trace: Trace
@@ -55,6 +55,7 @@ class Simulation:
     layout: Layout
     metrics: ReplayMetrics
     timeline: Timeline
+    launch: str
 
     @property
     def duration_s(self) -> float:
@@ -94,6 +95,7 @@ class Simulation:
                 "overlaps": layout.overlaps,
                 "balancedness": layout.balancedness,
             },
+            "launch": self.launch,
             "requests": {
                 "arrived": metrics.num_arrived,
                 "finished": metrics.num_finished,
@@ -175,7 +177,9 @@ def simulate(
     size = candidate.topology.ep_size
     wanted = parse_failures(failures, candidate.gpus)
     if wanted and trace.summary.by_step:
-        raise ValueError("fail must be left out where the trace's arrivals are steps: it says when in seconds")
+        raise ValueError(
+            "fail must be left out where the trace's arrivals are steps: it says when in seconds"
+        )
     metrics = ReplayMetrics(search.workload.ttft_s, search.workload.tpot_s)
     layout = _layout(search, candidate.topology, candidate.max_num_batched_tokens, max_num_seqs, trace)
     by_step = trace.summary.by_step
@@ -195,6 +199,12 @@ def simulate(
         layout=layout,
         metrics=metrics,
         timeline=Timeline.total(metrics.timelines),
+        launch=launch_line(
+            answer,
+            candidate,
+            max_model_len=layout.max_total_tokens,
+            max_num_seqs=layout.scheduler.max_num_seqs,
+        ),
     )
 
 
@@ -226,9 +236,7 @@ def _layout(search: FleetSearch, topology: Topology, budget: int, max_num_seqs: 
         balancedness = row.planned
     return Layout(
         model=cost_model(search.shape, search.hardware, topology, greedy=search.greedy),
-        scheduler=SchedulerConfig(
-            max_num_seqs=min(max_num_seqs, budget), max_num_batched_tokens=budget
-        ),
+        scheduler=SchedulerConfig(max_num_seqs=min(max_num_seqs, budget), max_num_batched_tokens=budget),
         num_kv_blocks=memory.num_kv_blocks,
         max_total_tokens=min(longest, memory.num_kv_blocks * BLOCK_SIZE),
         balancedness=balancedness,
@@ -243,12 +251,10 @@ def _failures(
     topology = candidate.topology
     for at_s in times:
         layout = None
-        smaller = [
-            t
-            for t in topologies(search)
-            if t.ep_size < topology.ep_size and t.tp == topology.tp
-        ]
-        smaller.sort(key=lambda t: (-t.ep_size, abs(t.num_redundant_experts - topology.num_redundant_experts)))
+        smaller = [t for t in topologies(replace(search, ep_size=None, tp=None)) if t.ep_size < topology.ep_size and t.tp == topology.tp]
+        smaller.sort(
+            key=lambda t: (-t.ep_size, abs(t.num_redundant_experts - topology.num_redundant_experts))
+        )
         for one in smaller:
             try:
                 layout = _layout(search, one, candidate.max_num_batched_tokens, max_num_seqs, trace)

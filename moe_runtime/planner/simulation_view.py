@@ -42,8 +42,8 @@ def print_simulation(simulation: Simulation, console: Console, goodput: float) -
     found = simulation.to_json()
     layout, requests, cache = found["layout"], found["requests"], found["prefix_cache"]
     console.print(
-        f"\n[bold]replay[/] of {simulation.trace.path.name}: {requests['arrived']:,} requests on {layout['gpus']} GPUs, "
-        f"{layout['replicas']} replicas of EP {layout['ep_size']}, TP {layout['tp']}",
+        f"\n[bold]replay[/] of {simulation.trace.path.name}: {requests['arrived']:,} requests on "
+        f"{layout['gpus']} GPUs, {layout['replicas']} replicas of EP {layout['ep_size']}, TP {layout['tp']}",
         highlight=False,
         soft_wrap=True,
     )
@@ -63,13 +63,17 @@ def print_simulation(simulation: Simulation, console: Console, goodput: float) -
         ("prompt tokens/s", f"{found['prompt_tokens_per_s']:,.0f}"),
         ("prefix cache hit rate", f"{cache['hit_rate']:.1%}"),
         ("preemptions", f"{found['num_preemptions']:,}"),
-        ("most KV blocks held", f"{max(found['timeline']['kv_blocks'], default=0) / found['num_kv_blocks']:.1%}"),
+        (
+            "most KV blocks held",
+            f"{max(found['timeline']['kv_blocks'], default=0) / found['num_kv_blocks']:.1%}",
+        ),
         ("most requests waiting", f"{max(found['timeline']['waiting'], default=0):,.0f}"),
         ("steps", f"{found['num_steps']:,}"),
         ("seconds", f"{found['duration_s']:,.1f}"),
     ):
         table.add_row(name, value)
     console.print(table)
+    console.print(f"start each replica: {simulation.launch}", highlight=False, soft_wrap=True)
     for restart in found["restarts"]:
         then = (
             f"EP {restart['ep_size']} after {restart['down_s']:.0f} s"
@@ -77,7 +81,8 @@ def print_simulation(simulation: Simulation, console: Console, goodput: float) -
             else "no smaller replica has room: it stays away"
         )
         console.print(
-            f"failure at {restart['at_s']:g} s: {restart['failed_requests']} open requests; {then}", highlight=False
+            f"failure at {restart['at_s']:g} s: {restart['failed_requests']} open requests; {then}",
+            highlight=False,
         )
     console.print(verdict_of(simulation, goodput)[1], style="bold", highlight=False, soft_wrap=True)
 
@@ -86,7 +91,11 @@ def simulation_panels(simulation: Simulation) -> dict[str, dict[str, Any]]:
     """Figures by the id of their panel, as ``panels.panels`` gives them."""
     metrics, times = simulation.metrics, simulation.timeline.to_json()
     curves = []
-    for key, values in (("ttft_s", metrics.ttft), ("tpot_s", metrics.tpot), ("end_to_end_s", metrics.end_to_end)):
+    for key, values in (
+        ("ttft_s", metrics.ttft),
+        ("tpot_s", metrics.tpot),
+        ("end_to_end_s", metrics.end_to_end),
+    ):
         if values:
             shares = np.linspace(0, 1, min(MOST_POINTS, max(2, len(values))))
             x = np.quantile(np.frombuffer(values, dtype=np.float64), shares)
@@ -96,7 +105,9 @@ def simulation_panels(simulation: Simulation) -> dict[str, dict[str, Any]]:
     latency = figure(curves, "Latency distributions", "seconds", "share of requests (ITL: of tokens)")
     latency["layout"]["xaxis"]["type"] = "log"
     share = [100 * used / simulation.num_kv_blocks for used in times["kv_blocks"]]
-    kv = figure([_curve("held by sequences", times["time_s"], share)], "KV cache over time", "seconds", "% of blocks")
+    kv = figure(
+        [_curve("held by sequences", times["time_s"], share)], "KV cache over time", "seconds", "% of blocks"
+    )
     queue = figure(
         [_curve(name, times["time_s"], times[name]) for name in ("running", "waiting")],
         "Requests over time",

@@ -30,7 +30,16 @@ MAX_TOKENS = 2**24
 MAX_ARRIVAL = 2.0**40
 AZURE_COLUMNS = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
 OWN_FIELDS = frozenset(
-    ("arrival_s", "step", "prompt_tokens", "prompt_ids", "output_tokens", "prefix", "prefix_tokens", "session")
+    (
+        "arrival_s",
+        "step",
+        "prompt_tokens",
+        "prompt_ids",
+        "output_tokens",
+        "prefix",
+        "prefix_tokens",
+        "session",
+    )
 )
 Format = Literal["mooncake", "azure", "own"]
 
@@ -148,7 +157,9 @@ def _azure(path: Path, vocab_size: int) -> Iterator[tuple[_Line, TraceRequest]]:
             begin = begin or time
             arrival = (time - begin).total_seconds()
         except (ValueError, TypeError, OverflowError):
-            raise line.error("TIMESTAMP", values[0], "must be a time such as 2023-11-16 18:15:46.68") from None
+            raise line.error(
+                "TIMESTAMP", values[0], "must be a time such as 2023-11-16 18:15:46.68"
+            ) from None
         if arrival < 0:
             raise line.error("TIMESTAMP", values[0], "must not be before the first line's")
         num_tokens = line.count("ContextTokens", least=1)
@@ -239,7 +250,9 @@ class _Line:
     def one_of(self, *names: str) -> str:
         present = [name for name in names if name in self.fields]
         if len(present) != 1:
-            raise self.error(" or ".join(names), ", ".join(present) or "missing", "must be given, one of them")
+            raise self.error(
+                " or ".join(names), ", ".join(present) or "missing", "must be given, one of them"
+            )
         return present[0]
 
     def count(self, field: str, least: int = 0) -> int:
