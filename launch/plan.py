@@ -1,6 +1,6 @@
 """Runs the planner: flags, tables, files, exit code.
 
-Exit codes: 0 a fleet meets everything, 3 none within the GPUs does, 2 usage. Loads no torch.
+Exit codes: 0 a fleet meets everything, 3 none within the GPUs does, 2 usage. Loads torch to replay a trace alone.
 """
 
 from __future__ import annotations
@@ -30,11 +30,23 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         if config.html is not None:
             check_plotly()
-        found = answer(config)
+        simulation, fits = None, False
+        if config.trace is None:
+            found = answer(config)
+            fits = found.fits
+        else:
+            from moe_runtime.launch.plan_trace import replay
+            from moe_runtime.planner.simulation_view import print_simulation, verdict_of
+
+            found, simulation = replay(config, config.trace)
+            fits = verdict_of(simulation, config.goodput)[0]
         if config.html is not None:
-            write_html(found, config.html)
+            write_html(found, config.html, simulation)
         if config.json is not None:
-            text = json.dumps(found.to_json(), indent=1, allow_nan=False) + "\n"
+            whole = found.to_json()
+            if simulation is not None:
+                whole |= {"fits": fits, "simulation": simulation.to_json()}
+            text = json.dumps(whole, indent=1, allow_nan=False) + "\n"
             if config.json == STANDARD_OUTPUT:
                 print(text, end="")
             else:
@@ -46,4 +58,6 @@ def main(args: Sequence[str] | None = None) -> int:
         if not console.is_terminal:
             console = Console(width=NARROWEST_TABLE)
         print_answer(found, console)
-    return EXIT_OK if found.fits else EXIT_NO_FIT
+        if simulation is not None:
+            print_simulation(simulation, console, config.goodput)
+    return EXIT_OK if fits else EXIT_NO_FIT

@@ -236,15 +236,11 @@ class Engine:
         """
         if not self.runner.overlaps or self._under_way is None:
             return False
-        scheduler = self.scheduler
         if self._under_way.has_drafts:
             return False
-        if self.speculation is not None and self.speculation.wants_tokens(scheduler.running):
+        if self.speculation is not None and self.speculation.wants_tokens(self.scheduler.running):
             return False
-        most_new_blocks = len(scheduler.running) + BlockManager.num_blocks_for(
-            scheduler.config.max_num_batched_tokens
-        )
-        return scheduler.blocks.num_free_blocks >= most_new_blocks
+        return self.scheduler.has_blocks_for_any_step
 
     def _end_by_grammar(self) -> list[SequenceOutput]:
         """End the sequences whose grammars leave them no token, once masks on their way are there or take too long."""

@@ -89,6 +89,12 @@ class Scheduler:
         """Sequences waiting or running."""
         return len(self.waiting) + len(self.running)
 
+    @property
+    def has_blocks_for_any_step(self) -> bool:
+        """Whether the next step, whatever it runs, preempts nobody."""
+        most_new_blocks = len(self.running) + BlockManager.num_blocks_for(self.config.max_num_batched_tokens)
+        return self.blocks.num_free_blocks >= most_new_blocks
+
     def add(self, request: Request) -> list[Sequence]:
         """Queue all choices of a request; returns them."""
         rules = SequenceRules.of(request)

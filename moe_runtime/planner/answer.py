@@ -187,8 +187,17 @@ def _kv_used(search: FleetSearch, candidate: Candidate) -> int:
     return candidate.batch * -(-search.workload.num_tokens // 64) * memory.block_bytes
 
 
-def launch_line(whole: Answer, candidate: Candidate) -> str:
-    """How to start one replica."""
+def launch_line(
+    whole: Answer, candidate: Candidate, *, max_model_len: int | None = None, max_num_seqs: int | None = None
+) -> str:
+    """How to start one replica.
+
+    Args:
+        whole: The answer.
+        candidate: The layout.
+        max_model_len: Longest request; by default the workload's.
+        max_num_seqs: Of a group; by default the layout's batch.
+    """
     topology, search, config = candidate.topology, whole.search, whole.config
     node = search.hardware.gpus_per_node
     nodes = max(1, topology.ep_size // node)
@@ -197,8 +206,9 @@ def launch_line(whole: Answer, candidate: Candidate) -> str:
         torchrun += f" --nnodes {nodes} --node-rank RANK --rdzv-backend c10d --rdzv-endpoint HOST:29500"
     model = config.model.removesuffix("/config.json")
     flags = [
-        f"-m moe_runtime.serve --model {shlex.quote(model)} --max-model-len {search.workload.num_tokens}",
-        f"--max-num-seqs {candidate.batch} --max-num-batched-tokens {candidate.max_num_batched_tokens}",
+        f"-m moe_runtime.serve --model {shlex.quote(model)} "
+        f"--max-model-len {max_model_len or search.workload.num_tokens}",
+        f"--max-num-seqs {max_num_seqs or candidate.batch} --max-num-batched-tokens {candidate.max_num_batched_tokens}",
     ]
     if topology.tp > 1:
         flags.append(f"--tp {topology.tp}")

@@ -21,7 +21,7 @@ from moe_runtime.planner.roofline import FloatArray, kernel_curves
 from moe_runtime.planner.routing_load import peak_experts, peak_pairs
 from moe_runtime.planner.shapes import ModelShape
 
-__all__ = ["BoolArray", "CostModel", "ScheduledTokens", "StepCost", "StepLoad", "Topology"]
+__all__ = ["BoolArray", "CostModel", "ScheduledTokens", "StepCost", "StepLoad", "Topology", "causal_pairs"]
 
 ROW_PARTS = 2
 """Fixed parts of a row-parallel layer; kernels/gemm.py, which needs torch, defines them."""
@@ -187,7 +187,7 @@ class CostModel:
                     if is_decode:
                         keys[kind, i] += num_keys if window is None else min(num_keys, window)
                     else:
-                        pairs[kind, i] += _pairs(num_tokens, num_keys, window)
+                        pairs[kind, i] += causal_pairs(num_tokens, num_keys, window)
         return self.groups_seconds(decodes, keys, new - decodes, pairs, sequences, balancedness)
 
     def groups_seconds(
@@ -206,10 +206,30 @@ class CostModel:
             decode_keys, prefill_pairs: ``[kinds of window, groups]``.
             balancedness: As ``step_us`` takes it.
         """
+        return float(
+            self.steps_seconds(
+                decode_rows, decode_keys[:, None], prefill_rows, prefill_pairs, wanted_rows, balancedness
+            )[0]
+        )
+
+    def steps_seconds(
+        self,
+        decode_rows: FloatArray,
+        decode_keys: FloatArray,
+        prefill_rows: FloatArray,
+        prefill_pairs: FloatArray,
+        wanted_rows: FloatArray,
+        balancedness: float = 1.0,
+    ) -> FloatArray:
+        """``[steps]`` seconds of steps that differ in the keys of their decodes alone.
+
+        Args:
+            decode_keys: ``[kinds of window, steps, groups]``; the others as ``groups_seconds`` takes them.
+        """
         new = decode_rows + prefill_rows
         rows, total = int(new.max(initial=0)), int(new.sum())
         if total == 0:
-            return 0.0
+            return np.zeros(decode_keys.shape[1])
         load = StepLoad(
             decode_rows=decode_rows,
             decode_keys=list(decode_keys),
@@ -218,11 +238,13 @@ class CostModel:
             total_rows=new,
             wanted_rows=wanted_rows,
         )
-        device_us = float(self._attention(load).max()) + self._experts_us(rows, total, balancedness)
-        device_us += self._rows_us(rows, bool(prefill_rows.any()), int(wanted_rows.max()))
+        rows_us = self._rows_us(rows, bool(prefill_rows.any()), int(wanted_rows.max()))
+        device_us = np.zeros(decode_keys.shape[1]) + self._attention(load).max(axis=-1)
+        device_us += self._experts_us(rows, total, balancedness) + rows_us
         host_us = float(self.host_us(_number(rows)))
         is_hidden = self.hardware.kind == "gpu" and self.topology.tp == 1
-        return 1e-6 * (max(device_us, host_us) if is_hidden else device_us + host_us)
+        seconds: FloatArray = 1e-6 * (np.maximum(device_us, host_us) if is_hidden else device_us + host_us)
+        return seconds
 
     def host_us(self, rows: FloatArray) -> FloatArray:
         """Of planning, launching and taking results; of results alone 0 where it was not measured."""
@@ -459,7 +481,7 @@ def _kinds_of_windows(shape: ModelShape) -> list[tuple[int | None, int]]:
     return sorted(counts.items(), key=lambda item: (item[0] is not None, item[0] or 0))
 
 
-def _pairs(num_tokens: int, num_keys: int, window: int | None) -> float:
+def causal_pairs(num_tokens: int, num_keys: int, window: int | None) -> float:
     """(token, key) pairs of ``num_tokens`` consecutive tokens, the last of which sees ``num_keys`` keys."""
     first = num_keys - num_tokens + 1
     if window is None or num_keys <= window:

@@ -43,6 +43,7 @@ class FleetSearch:
         max_num_batched_tokens: Of a step of a rank; None picks the largest whose buffers stay small.
         utilization: Share of free memory that may be used.
         greedy: Requests take the most likely token.
+        ep_size, tp: Of the layouts; None for any.
     """
 
     shape: ModelShape
@@ -54,6 +55,8 @@ class FleetSearch:
     max_num_batched_tokens: int | None = None
     utilization: float = 0.9
     greedy: bool = False
+    ep_size: int | None = None
+    tp: int | None = None
 
     def __post_init__(self) -> None:
         fewest, most = self.gpus
@@ -122,6 +125,8 @@ def topologies(search: FleetSearch) -> Iterator[Topology]:
     for ep_size in EP_SIZES:
         if ep_size > search.gpus[1] or (ep_size % node if ep_size > node else node % ep_size):
             continue
+        if search.ep_size not in (None, ep_size):
+            continue
         first = -shape.num_experts % ep_size or ep_size
         extras = (0,) if ep_size == 1 else (0, first, first + ep_size)
         for extra in extras:
@@ -130,6 +135,8 @@ def topologies(search: FleetSearch) -> Iterator[Topology]:
             for tp in TP_SIZES:
                 heads, kv_heads = attention.num_heads, attention.num_kv_heads
                 if ep_size % tp or tp > node or heads % tp or (kv_heads % tp and tp % kv_heads):
+                    continue
+                if search.tp not in (None, tp):
                     continue
                 yield Topology(ep_size=ep_size, tp=tp, num_redundant_experts=extra, level=search.level)
 
@@ -177,6 +184,7 @@ def nearest(search: FleetSearch, found: Sequence[Candidate]) -> tuple[str, Candi
         shape=search.shape, hardware=search.hardware, workload=search.workload,
         gpus=(1, max(EP_SIZES[-1], search.gpus[1])), level=search.level, expert_load=search.expert_load,
         max_num_batched_tokens=search.max_num_batched_tokens, utilization=search.utilization, greedy=search.greedy,
+        ep_size=search.ep_size, tp=search.tp,
     )  # fmt: skip
     everything = candidates(wider)
     best = cheapest(everything)

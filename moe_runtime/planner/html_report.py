@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import html
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moe_runtime.planner.answer import Answer, launch_line
 from moe_runtime.planner.panels import panels
+
+if TYPE_CHECKING:  # a replay loads the engine, and with it torch
+    from moe_runtime.planner.simulation import Simulation
 
 __all__ = ["check_plotly", "write_html"]
 
@@ -30,13 +34,18 @@ def check_plotly() -> None:
         raise ValueError("html needs plotly: install moe-runtime[plan]") from None
 
 
-def write_html(answer: Answer, path: Path) -> None:
-    """Write the file; what was there is replaced."""
+def write_html(answer: Answer, path: Path, simulation: Simulation | None = None) -> None:
+    """Write the file, with a replay of a trace where there is one; what was there is replaced."""
     import plotly.graph_objects as go
 
     shape, hardware = answer.search.shape, answer.search.hardware
     parts: list[str] = []
-    for name, figure in panels(answer).items():
+    drawn_panels = panels(answer)
+    if simulation is not None:
+        from moe_runtime.planner.simulation_view import simulation_panels, verdict_of
+
+        drawn_panels = simulation_panels(simulation) | drawn_panels
+    for name, figure in drawn_panels.items():
         drawn = go.Figure(data=figure["data"], layout=figure["layout"])
         script: bool | str = "inline" if not parts else False
         parts.append(
@@ -45,6 +54,8 @@ def write_html(answer: Answer, path: Path) -> None:
             )
         )
     verdict = "fits" if answer.fits else f"does not fit: {answer.nearest}"
+    if simulation is not None:
+        verdict = verdict_of(simulation, answer.config.goodput)[1]
     lines = [f"<p id='verdict'><b>{html.escape(verdict)}</b></p>"]
     if answer.best is not None:
         lines.append(

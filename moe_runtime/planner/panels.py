@@ -7,7 +7,7 @@ from typing import Any
 
 from moe_runtime.planner.answer import Answer, candidate_row
 
-__all__ = ["panels"]
+__all__ = ["figure", "panels"]
 
 GIB = 2**30
 COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5")
@@ -25,7 +25,7 @@ def panels(answer: Answer) -> dict[str, dict[str, Any]]:
     if answer.redundancy:
         found["balance"] = _balance(answer)
         found["heat"] = _heat(answer)
-    return {name: figure for name, figure in found.items() if figure["data"]}
+    return {name: drawn for name, drawn in found.items() if drawn["data"]}
 
 
 def _pareto(answer: Answer) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def _pareto(answer: Answer) -> dict[str, Any]:
                 "marker": {"size": 14, "symbol": "star", "color": "#d62728"},
             }
         )  # fmt: skip
-    return _figure(
+    return figure(
         traces, "Throughput against speed for one user", "tokens/s per user", "output tokens/s per GPU"
     )
 
@@ -85,14 +85,14 @@ def _memory(answer: Answer) -> dict[str, Any]:
         for part in parts
         if any(row[part] for row in rows)
     ]
-    figure = _figure(traces, "Memory of the fullest rank", "layout", "GiB")
-    figure["layout"]["barmode"] = "stack"
-    return figure
+    drawn = figure(traces, "Memory of the fullest rank", "layout", "GiB")
+    drawn["layout"]["barmode"] = "stack"
+    return drawn
 
 
 def _latency(answer: Answer) -> dict[str, Any]:
     if answer.best is None:
-        return _figure([], "", "", "")
+        return figure([], "", "", "")
     topology = answer.best.topology
     some = [c for c in answer.found if c.topology == topology] or [answer.best]
     x = [c.batch for c in some]
@@ -104,11 +104,9 @@ def _latency(answer: Answer) -> dict[str, Any]:
             ("mean TTFT", [1e3 * c.ttft_s for c in some]),
         )
     ]
-    figure = _figure(
-        traces, f"Latency at EP {topology.ep_size}, TP {topology.tp}", "sequences per group", "ms"
-    )
-    figure["layout"]["xaxis"]["type"] = figure["layout"]["yaxis"]["type"] = "log"
-    return figure
+    drawn = figure(traces, f"Latency at EP {topology.ep_size}, TP {topology.tp}", "sequences per group", "ms")
+    drawn["layout"]["xaxis"]["type"] = drawn["layout"]["yaxis"]["type"] = "log"
+    return drawn
 
 
 def _price(answer: Answer) -> dict[str, Any]:
@@ -122,7 +120,7 @@ def _price(answer: Answer) -> dict[str, Any]:
         for level in LEVEL_NAMES
     ]  # fmt: skip
     title = f"Price of invariance: {answer.price.total:.1%} of tokens/s"
-    return _figure(traces, title, "component", "ms of a decode step")
+    return figure(traces, title, "component", "ms of a decode step")
 
 
 def _traffic(answer: Answer) -> dict[str, Any]:
@@ -141,7 +139,7 @@ def _traffic(answer: Answer) -> dict[str, Any]:
             "y": [row.presummed_bytes / 1024 for row in answer.traffic],
         },
     ]
-    return _figure(traces, "Rows home, per token and layer", "", "KiB")
+    return figure(traces, "Rows home, per token and layer", "", "KiB")
 
 
 def _balance(answer: Answer) -> dict[str, Any]:
@@ -156,11 +154,9 @@ def _balance(answer: Answer) -> dict[str, Any]:
             "y": [r.contiguous for r in answer.balance],
         },
     ]  # fmt: skip
-    figure = _figure(
-        traces, "Balancedness", "redundant experts of a layer", "mean over peak load of the ranks"
-    )
-    figure["layout"]["yaxis"]["range"] = [0, 1.05]
-    return figure
+    drawn = figure(traces, "Balancedness", "redundant experts of a layer", "mean over peak load of the ranks")
+    drawn["layout"]["yaxis"]["range"] = [0, 1.05]
+    return drawn
 
 
 def _heat(answer: Answer) -> dict[str, Any]:
@@ -169,10 +165,11 @@ def _heat(answer: Answer) -> dict[str, Any]:
         "type": "heatmap", "z": row.numbered_load.tolist(), "colorscale": "Viridis", "name": "load",
         "colorbar": {"title": {"text": "over mean"}},
     }  # fmt: skip
-    return _figure([trace], "Load of ranks, experts as numbered", "EP rank", "layer")
+    return figure([trace], "Load of ranks, experts as numbered", "EP rank", "layer")
 
 
-def _figure(traces: Sequence[Mapping[str, Any]], title: str, x: str, y: str) -> dict[str, Any]:
+def figure(traces: Sequence[Mapping[str, Any]], title: str, x: str, y: str) -> dict[str, Any]:
+    """A plot with a title and names of its axes."""
     layout = {
         "title": {"text": title}, "xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}},
         "colorway": list(COLOURS), "template": "plotly_white", "height": 420,
