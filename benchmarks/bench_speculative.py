@@ -82,7 +82,7 @@ def main() -> None:
 
 def _load(device: str, most_drafts: int, num_layers: int) -> LLM:
     common: dict[str, Any] = {
-        "speculation": "ngram",
+        "speculative": "ngram",
         "num_speculative_tokens": most_drafts,
         "max_num_seqs": 64,
         "device": device,

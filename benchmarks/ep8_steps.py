@@ -11,16 +11,13 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from rank_processes import torchrun
 from timed_steps import Command, Step
 
-from moe_runtime.engine.config import EngineConfig
-from moe_runtime.verify.axes import AXES
-
-__all__ = ["PARTS", "Setting", "plan_steps", "speculation_flags"]
+__all__ = ["PARTS", "Setting", "plan_steps"]
 
 PARTS = ("check", "dispatch", "engine", "server")
 FOLDER = Path(__file__).resolve().parent
@@ -81,18 +78,6 @@ def plan_steps(setting: Setting, parts: Sequence[str]) -> list[Step]:
     return [step for part in parts for step in makers[part](setting)]
 
 
-def speculation_flags() -> list[str]:
-    """Flags for drafts of five tokens by n-grams; none in a version without speculative decoding.
-
-    The one place that looks whether there is any.
-    """
-    known = {field.name for field in fields(EngineConfig)}
-    for name in ("speculation", "speculative"):
-        if {name, "num_speculative_tokens"} <= known:
-            return [f"--{name}", "ngram", "--num-speculative-tokens", str(NUM_SPECULATIVE_TOKENS)]
-    return []
-
-
 def _check_steps(setting: Setting) -> list[Step]:
     """On all ranks, then on fewer side by side, then with tensor parallelism: one digest for each model."""
     size = setting.num_ranks
@@ -109,8 +94,7 @@ def _check_steps(setting: Setting) -> list[Step]:
     qwen = ["--model", str(setting.model), "--load-format", "dummy", "--max-model-len", str(QWEN_CONTEXT)]
     qwen += ["--max-num-batched-tokens", "8192", "--num-prompts", str(NUM_PROMPTS)]
     qwen += ["--max-tokens", str(NUM_OUTPUT_TOKENS), "--num-alone", str(NUM_PROMPTS)]
-    with_speculation = ["speculation"] if "speculation" in AXES else []
-    builtin_axes = _axes((*CHECK_AXES, "chunks", *with_speculation))
+    builtin_axes = _axes((*CHECK_AXES, "chunks", "speculation"))
     half = size // 2
     smaller_tp = [_Form(half, tp=half)] if half > 1 else []
     smaller_tp += [_Form(half, tp=half // 2)] if half > 2 else []
@@ -145,10 +129,9 @@ class _Form:
 def _fewer(num_ranks: int) -> list[_Form]:
     """EP 4, 2 and 1 of 8; on the GPU that is left, EP 1 with speculation."""
     forms = [_Form(num_ranks >> i) for i in range(1, num_ranks.bit_length())]
-    if flags := speculation_flags():
-        words = f", speculation {NUM_SPECULATIVE_TOKENS}"
-        forms.append(_Form(1, more=[*flags, *_axes(("again", "alone"))], words=words))
-    return forms
+    flags = ["--speculative", "ngram", "--num-speculative-tokens", str(NUM_SPECULATIVE_TOKENS)]
+    words = f", speculation {NUM_SPECULATIVE_TOKENS}"
+    return [*forms, _Form(1, more=[*flags, *_axes(("again", "alone"))], words=words)]
 
 
 def _checks(

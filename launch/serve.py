@@ -238,9 +238,9 @@ def _serve(
         logger.info("dispatcher %s: %s", transport.name, transport.reason)
         if tensor_parallel.size > 1:
             logger.info("tensor parallelism %s: %s", tensor_parallel.transport, tensor_parallel.reason)
-        if config.engine.speculation != "off":
+        if config.engine.speculative != "off":
             drafts = config.engine.most_drafts
-            logger.info("speculation %s: at most %d drafts a step", config.engine.speculation, drafts)
+            logger.info("speculation %s: at most %d drafts a step", config.engine.speculative, drafts)
     try:
         all_or_none(group, lambda: _check_memory(plan, deployment, group, config.engine.tp))
         with progress_bar("loading weights", shown=group.rank == 0) as on_progress:

@@ -120,7 +120,7 @@ def start_engine(
     """
     runner = _runner(model, deployment, config, group, on_capture)
     speculation = None
-    if config.speculation != "off":
+    if config.speculative != "off":
         speculation = all_or_none(group, lambda: _speculation(draft, deployment, config, on_capture))
     if mover is not None:
         mover.attach(runner.expert_load)
@@ -164,7 +164,7 @@ def _speculation(
     on_capture: Callable[[int, int], None] | None,
 ) -> Speculation | None:
     """What drafts on this rank; None where it only follows. No collective."""
-    if config.speculation == "ngram":
+    if config.speculative == "ngram":
         return Speculation(NgramProposer(), config.most_drafts)
     if draft is None:
         return None
@@ -203,7 +203,7 @@ def _runner(
             config.max_num_seqs,
             plan.max_model_len,
             use_graphs=not config.enforce_eager and decoder.experts.capturable,
-            drafts=config.speculation != "off",
+            drafts=config.speculative != "off",
             check_peers=None if group.watch is None else group.watch.check_peers,
             timeout_s=EXCHANGE_TIMEOUT_S if group.size > 1 else None,
             load_window_steps=config.load_window_steps,

@@ -56,10 +56,10 @@ class EngineConfig:
             multiple of 16.
         rearrange_target: Balancedness (mean over peak load of the ranks) that a move reaches in each layer where it
             can, in (0, 1]; layers that have it stay.
-        speculation: Where several tokens of a sequence may come from one step: ``ngram`` drafts what followed the same
+        speculative: Where several tokens of a sequence may come from one step: ``ngram`` drafts what followed the same
             tokens before, ``draft`` asks a small model. Every draft is checked by this model, so that no bit changes.
         num_speculative_tokens: Most drafts of a sequence in a step, in [1, 16]; by default 4.
-        draft_model: The small model of ``speculation draft``, as ``model``: of the same vocabulary. Each rank that
+        draft_model: The small model of ``speculative draft``, as ``model``: of the same vocabulary. Each rank that
             samples holds all of it.
         seed: Seeds dummy weights, and the seeds given to requests that bring none; by default those are random.
     """
@@ -86,7 +86,7 @@ class EngineConfig:
     rearrange_interval: int = 0
     load_window_steps: int = 1024
     rearrange_target: float = 0.95
-    speculation: Literal["off", "ngram", "draft"] = "off"
+    speculative: Literal["off", "ngram", "draft"] = "off"
     num_speculative_tokens: int | None = None
     draft_model: str | None = None
     seed: int | None = None
@@ -127,18 +127,18 @@ class EngineConfig:
     @property
     def most_drafts(self) -> int:
         """Most drafts of a sequence in a step."""
-        if self.speculation == "off":
+        if self.speculative == "off":
             return 0
         return self.num_speculative_tokens or DEFAULT_SPECULATIVE_TOKENS
 
     def _check_speculation(self) -> None:
         num = self.num_speculative_tokens
-        if num is not None and self.speculation == "off":
-            raise ValueError(f"num_speculative_tokens ({num}) must be left out with speculation (off)")
+        if num is not None and self.speculative == "off":
+            raise ValueError(f"num_speculative_tokens ({num}) must be left out with speculative (off)")
         if num is not None and not 1 <= num <= MAX_SPECULATIVE_TOKENS:
             raise ValueError(f"num_speculative_tokens ({num}) must be in [1, {MAX_SPECULATIVE_TOKENS}]")
-        if (self.draft_model is not None) != (self.speculation == "draft"):
-            rule = "be given" if self.speculation == "draft" else "be left out"
+        if (self.draft_model is not None) != (self.speculative == "draft"):
+            rule = "be given" if self.speculative == "draft" else "be left out"
             raise ValueError(
-                f"draft_model ({self.draft_model}) must {rule} with speculation ({self.speculation})"
+                f"draft_model ({self.draft_model}) must {rule} with speculative ({self.speculative})"
             )

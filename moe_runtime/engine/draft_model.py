@@ -69,7 +69,7 @@ def _draft_config(config: EngineConfig) -> EngineConfig:
     return replace(
         config,
         model=config.draft_model,
-        speculation="off",
+        speculative="off",
         num_speculative_tokens=None,
         draft_model=None,
         max_model_len=None,

@@ -251,7 +251,11 @@ def _failures(
     topology = candidate.topology
     for at_s in times:
         layout = None
-        smaller = [t for t in topologies(replace(search, ep_size=None, tp=None)) if t.ep_size < topology.ep_size and t.tp == topology.tp]
+        smaller = [
+            t
+            for t in topologies(replace(search, ep_size=None, tp=None))
+            if t.ep_size < topology.ep_size and t.tp == topology.tp
+        ]
         smaller.sort(
             key=lambda t: (-t.ep_size, abs(t.num_redundant_experts - topology.num_redundant_experts))
         )

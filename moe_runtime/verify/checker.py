@@ -92,7 +92,7 @@ def check(
             enforce_eager=llm.config.enforce_eager if llm.model.plan.device.type == "cuda" else None,
             num_alone=config.num_alone,
             full=config.full,
-            has_draft_model=llm.config.speculation == "draft",
+            has_draft_model=llm.config.speculative == "draft",
             captures=own_topology(llm).captures,
             overlap=None if llm.config.tp > 1 else llm.engine.runner.overlaps,
             has_tokenizer=llm.tokenizer is not None,

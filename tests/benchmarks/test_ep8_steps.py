@@ -109,26 +109,12 @@ def test_prompts_of_the_large_check_are_2500_tokens_with_a_deviation_of_1000(tmp
     assert {"alone", "graph", "placement", "topology"} <= set(config.axis_names)
 
 
-def test_speculation_is_asked_for_where_there_is_any(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    flags = steps_module.speculation_flags()
-    names = [command.name for command in commands_of(plan(tmp_path))]
-    assert ("check Qwen3-30B-A3B EP 1, speculation 5" in names) == bool(flags)
-
-    class Field:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-    monkeypatch.setattr(
-        steps_module, "fields", lambda _: [Field("speculation"), Field("num_speculative_tokens")]
+def test_drafts_run_on_the_gpu_that_is_left(tmp_path: Path) -> None:
+    (command,) = (
+        c for c in commands_of(plan(tmp_path)) if c.name == "check Qwen3-30B-A3B EP 1, speculation 5"
     )
-    assert steps_module.speculation_flags() == [
-        *("--speculation", "ngram"),
-        *("--num-speculative-tokens", "5"),
-    ]
-    names = [command.name for command in commands_of(plan(tmp_path))]
-    assert "check Qwen3-30B-A3B EP 1, speculation 5" in names
-    monkeypatch.setattr(steps_module, "fields", lambda _: [Field("seed")])
-    assert steps_module.speculation_flags() == []
+    config = check_config(command)
+    assert (config.engine.speculative, config.engine.num_speculative_tokens) == ("ngram", 5)
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:

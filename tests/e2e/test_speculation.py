@@ -20,7 +20,7 @@ BODY: dict[str, Any] = {"prompt": WORDS, "max_tokens": 40, "seed": 5, "logprobs"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    flags = ["--speculation", "ngram", "--num-speculative-tokens", "5", "--max-model-len", str(CONTEXT)]
+    flags = ["--speculative", "ngram", "--num-speculative-tokens", "5", "--max-model-len", str(CONTEXT)]
     with running_server(2, *flags) as running:
         yield running
 
@@ -83,7 +83,7 @@ def test_a_request_that_ends_near_the_context_s_end_ends_and_another_one_works(s
 
 def test_drafts_are_told_of(server):
     info = server.info()
-    assert info["config"]["speculation"] == "ngram"
+    assert info["config"]["speculative"] == "ngram"
     assert info["resolved"]["num_speculative_tokens"] == 5
     assert info["resolved"]["draft_model_dir"] is None
     lines = httpx.get(f"{server.url}/metrics").text.splitlines()

@@ -35,20 +35,20 @@ def test_settings_of_drafts_go_together():
     for options, message in (
         (
             {"num_speculative_tokens": 3},
-            r"num_speculative_tokens \(3\) must be left out with speculation \(off\)",
+            r"num_speculative_tokens \(3\) must be left out with speculative \(off\)",
         ),
-        ({"speculation": "ngram", "num_speculative_tokens": 0}, r"\(0\) must be in \[1, 16\]"),
-        ({"speculation": "ngram", "num_speculative_tokens": 17}, r"\(17\) must be in \[1, 16\]"),
-        ({"speculation": "draft"}, r"draft_model \(None\) must be given with speculation \(draft\)"),
+        ({"speculative": "ngram", "num_speculative_tokens": 0}, r"\(0\) must be in \[1, 16\]"),
+        ({"speculative": "ngram", "num_speculative_tokens": 17}, r"\(17\) must be in \[1, 16\]"),
+        ({"speculative": "draft"}, r"draft_model \(None\) must be given with speculative \(draft\)"),
         (
-            {"speculation": "ngram", "draft_model": "m"},
-            r"draft_model \(m\) must be left out with speculation",
+            {"speculative": "ngram", "draft_model": "m"},
+            r"draft_model \(m\) must be left out with speculative",
         ),
     ):
         with pytest.raises(ValueError, match=message):
             EngineConfig(**options)
     found = [
         EngineConfig(**options).most_drafts
-        for options in ({}, {"speculation": "ngram"}, {"speculation": "ngram", "num_speculative_tokens": 16})
+        for options in ({}, {"speculative": "ngram"}, {"speculative": "ngram", "num_speculative_tokens": 16})
     ]
     assert found == [0, 4, 16]

@@ -34,7 +34,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llm(folder):
-    return gpu_llm(folder, speculation="ngram", num_speculative_tokens=3, **LIMITS)
+    return gpu_llm(folder, speculative="ngram", num_speculative_tokens=3, **LIMITS)
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def test_n_grams_overlap_with_steps_that_have_none(llm):
 def test_a_draft_model_on_the_gpu_changes_no_bit(folder, tmp_path_factory):
     small = write_gpu_checkpoint(tmp_path_factory.mktemp("small"), num_hidden_layers=1)
     for draft in (folder, small):
-        llm = gpu_llm(folder, speculation="draft", draft_model=str(draft), **LIMITS)
+        llm = gpu_llm(folder, speculative="draft", draft_model=str(draft), **LIMITS)
         outputs, load = run(llm, "off", {})
         before = llm.engine.runner.expert_load.counts.clone()
         assert [result.outputs[0] for result in llm.generate(PROMPTS, PARAMS)] == outputs

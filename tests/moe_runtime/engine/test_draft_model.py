@@ -44,7 +44,7 @@ def generate(llm: LLM):
 
 def with_draft(root, name: str, **options: Any) -> LLM:
     options = LIMITS | {"num_speculative_tokens": 4} | options
-    return LLM(str(root / "large"), speculation="draft", draft_model=str(root / name), **options)
+    return LLM(str(root / "large"), speculative="draft", draft_model=str(root / name), **options)
 
 
 @pytest.fixture(scope="module")
@@ -137,13 +137,13 @@ def test_another_vocabulary_is_refused(root):
 
 
 def test_no_draft_model_has_no_plan(root):
-    config = EngineConfig(model=str(root / "large"), speculation="ngram")
+    config = EngineConfig(model=str(root / "large"), speculative="ngram")
     assert plan_draft(plan_model(config), config) is None
 
 
 def on_a_rank(context: RankContext, folder: str, draft: str) -> Any:
     group = RankGroup(rank=context.rank, size=context.world_size, process_group=context.process_group)
-    llm = LLM(folder, group=group, tp=2, speculation="draft", draft_model=draft, **LIMITS)
+    llm = LLM(folder, group=group, tp=2, speculative="draft", draft_model=draft, **LIMITS)
     return generate(llm), llm.engine.stats().speculation
 
 

@@ -286,7 +286,7 @@ def test_a_word_repeated_48_times(folder, llm):
         results, stats = drafted(llm, "ngram", {}, most_drafts, prompts=prompts, params=params)
         assert results == reference
         assert stats.num_draft_tokens > 0
-    served = LLM(folder, speculation="ngram", num_speculative_tokens=3, **LIMITS)
+    served = LLM(folder, speculative="ngram", num_speculative_tokens=3, **LIMITS)
     assert generate(served, prompts, params) == reference
     assert served.engine.stats().speculation.num_draft_tokens > 0
 

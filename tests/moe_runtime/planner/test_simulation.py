@@ -92,7 +92,9 @@ def test_bad_failures_are_refused(model, trace):
 
 def test_arrivals_by_step_take_turns_and_have_no_failures(tmp_path, model):
     path = tmp_path / "steps.jsonl"
-    path.write_text("\n".join(f'{{"step": {i}, "prompt_ids": [1, 2, {i}], "output_tokens": 3}}' for i in range(6)))
+    path.write_text(
+        "\n".join(f'{{"step": {i}, "prompt_ids": [1, 2, {i}], "output_tokens": 3}}' for i in range(6))
+    )
     steps = open_trace(path, 151936)
     found = simulated(model, steps, ep_size=2, gpus="2")
     assert found.metrics.num_steps == 8

@@ -19,7 +19,9 @@ from moe_runtime.planner.trace_files import open_trace
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     path = tmp_path_factory.mktemp("trace") / "trace.jsonl"
-    lines = [f'{{"arrival_s": {i / 4}, "prompt_tokens": {20 + i}, "output_tokens": {2 + i}}}' for i in range(12)]
+    lines = [
+        f'{{"arrival_s": {i / 4}, "prompt_tokens": {20 + i}, "output_tokens": {2 + i}}}' for i in range(12)
+    ]
     lines.append('{"arrival_s": 9, "prompt_tokens": 2000, "output_tokens": 5}')
     path.write_text("\n".join(lines))
     trace = open_trace(path, 512)
@@ -50,7 +52,12 @@ def test_every_panel_has_data_and_is_in_the_page(found, tmp_path):
         for curve in panel["data"]:
             assert len(curve["x"]) == len(curve["y"]) > 1
     assert max(panels["replay_kv"]["data"][0]["y"]) > 0
-    assert {curve["name"] for curve in panels["replay_latency"]["data"]} == {"TTFT", "TPOT", "ITL", "end to end"}
+    assert {curve["name"] for curve in panels["replay_latency"]["data"]} == {
+        "TTFT",
+        "TPOT",
+        "ITL",
+        "end to end",
+    }
     pytest.importorskip("plotly")
     write_html(whole, tmp_path / "plan.html", simulation)
     text = (tmp_path / "plan.html").read_text(encoding="utf-8")

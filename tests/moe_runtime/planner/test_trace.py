@@ -32,4 +32,9 @@ def test_a_prompt_is_its_streams_one_after_the_other():
     given = TraceRequest(arrival=0, num_prompt_tokens=2, num_output_tokens=1, ids=(4, 5))
     assert given.prompt_ids(512) == (4, 5)
     found = summarise([both, given], by_step=True)
-    assert (found.num_requests, found.num_prompt_tokens, found.num_output_tokens, found.longest) == (2, 22, 2, 21)
+    assert (found.num_requests, found.num_prompt_tokens, found.num_output_tokens, found.longest) == (
+        2,
+        22,
+        2,
+        21,
+    )

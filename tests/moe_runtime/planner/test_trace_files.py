@@ -49,7 +49,14 @@ def test_our_own_lines(tmp_path):
         tmp_path,
         {"step": 0, "prompt_ids": [1, 2, 3], "output_tokens": 2},
         {"step": 4, "prompt_tokens": 9, "output_tokens": 2, "prefix": "p", "prefix_tokens": 8},
-        {"step": 4, "prompt_tokens": 12, "output_tokens": 2, "prefix": "p", "prefix_tokens": 8, "session": "s"},
+        {
+            "step": 4,
+            "prompt_tokens": 12,
+            "output_tokens": 2,
+            "prefix": "p",
+            "prefix_tokens": 8,
+            "session": "s",
+        },
         "",
     )
     assert found.summary.by_step
