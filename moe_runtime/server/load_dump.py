@@ -32,13 +32,19 @@ _PARAMETERS = {
         }
     ]
 }
+_ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The window",
+        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+    }
+}
 
 
 def load_router(context: Context) -> APIRouter:
     """The endpoint."""
     router = APIRouter()
 
-    @router.get("/expert_load", openapi_extra=_PARAMETERS)
+    @router.get("/expert_load", openapi_extra=_PARAMETERS, responses=_ANSWERS)
     async def dump(http_request: HttpRequest) -> Response:
         wanted = http_request.query_params.get("format", "json")
         if wanted not in _FORMATS:

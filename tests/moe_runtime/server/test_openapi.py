@@ -167,3 +167,8 @@ def test_the_document_shows_the_forms_of_an_output(document):
     [choice] = [part for part in form["choice"]["anyOf"] if part.get("type") == "array"]
     assert (choice["minItems"], choice["maxItems"]) == (1, 4096)
     assert {"name", "schema"} <= set(schemas["JsonSchemaFormat"]["required"])
+
+
+def test_both_forms_of_the_expert_load_are_in_the_document(document):
+    content = document["paths"]["/expert_load"]["get"]["responses"]["200"]["content"]
+    assert set(content) == {"application/json", "application/octet-stream"}
