@@ -343,14 +343,16 @@ class Engine:
         # In place of the one placeholder; a step that was planned since has put its own behind it.
         sequence.token_ids[chunk.output_position : chunk.output_position + 1] = token_ids
         self.num_generation_tokens += len(token_ids)
+        num_accepted = len(token_ids) - 1
+        sequence.num_computed_tokens += (
+            num_accepted  # before a sequence that ends leaves its blocks to others
+        )
         if ending.finish_reason is not None:
             self.scheduler.finish(sequence)
         elif sequence.grammar is not None:
             sequence.grammar.advance(token_ids)
         if chunk.draft_ids:
             assert self.speculation is not None, "there are drafts"
-            num_accepted = len(token_ids) - 1
-            sequence.num_computed_tokens += num_accepted
             self.speculation.took(sequence, len(chunk.draft_ids), num_accepted, self.scheduler)
         return SequenceOutput(
             request_id=sequence.request_id,

@@ -111,12 +111,12 @@ KINDS: tuple[Kind, ...] = (
 
 CONDITIONS: tuple[tuple[str, Callable[[random.Random], dict[str, Any]]], ...] = (
     ("roomy", lambda rng: {}),
-    ("small steps", lambda rng: {"max_num_batched_tokens": rng.choice((64, 65, 100)), "max_num_seqs": 16}),
-    ("small cache", lambda rng: {"small_cache": True}),
-    ("few sequences", lambda rng: {"max_num_seqs": rng.randint(1, 4)}),
     ("overlap", lambda rng: {"overlap": "on"}),
-    ("no overlap", lambda rng: {"overlap": "off"}),
+    ("small cache", lambda rng: {"small_cache": True}),
     ("overlap, small cache", lambda rng: {"overlap": "on", "small_cache": True}),
+    ("small steps", lambda rng: {"max_num_batched_tokens": rng.choice((64, 65, 100)), "max_num_seqs": 16}),
+    ("few sequences", lambda rng: {"max_num_seqs": rng.randint(1, 4)}),
+    ("no overlap", lambda rng: {"overlap": "off"}),
 )
 """Under what two rounds run, each in its turn: fields of ``Run``, and ``small_cache``: room for the longest request and
 little more."""

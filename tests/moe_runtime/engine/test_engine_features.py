@@ -137,6 +137,37 @@ def test_drafts_under_a_form_are_accepted_up_to_its_end(folder, plain):
     llm.close()
 
 
+@pytest.mark.parametrize("num_prompt", [56, 57, 58])
+def test_a_block_that_accepted_drafts_complete_is_found_by_the_next_turn(folder, num_prompt):
+    llm = LLM(folder, **LIMITS)
+    params = replace(GREEDY, max_tokens=8, prompt_logprobs=None, return_routed_experts=False, ignore_eos=True)
+    [first] = llm.generate([TEXT[:num_prompt]], params)
+    ids = first.outputs[0].token_ids
+    llm.flush_cache()
+    with drafting(llm, Drafting(kind="right", most_drafts=8, answers={"0": ids}), ["0"]):
+        num_steps = llm.engine.num_steps
+        assert llm.generate([TEXT[:num_prompt]], params) == [first]
+        assert llm.engine.num_steps == num_steps + 2, "all of the output but its first token at once"
+    [turn] = llm.generate([[*TEXT[:num_prompt], *ids, 3]], params)
+    assert turn.num_cached_tokens == (64 if num_prompt + 8 - 1 >= 64 else 0)
+    llm.flush_cache()
+    assert llm.generate([[*TEXT[:num_prompt], *ids, 3]], params) == [turn]
+    llm.close()
+
+
+def test_a_draft_model_beside_forms_cached_prefixes_and_a_step_thread(folder, plain):
+    llm = LLM(
+        folder, overlap="on", speculative="draft", draft_model=folder, num_speculative_tokens=3, **LIMITS
+    )
+    for options in ({}, {"arrival_steps": [3, 0, 9, 1, 5, 2, 8, 0, 4, 6]}, {"disturbances": PREEMPTED}):
+        assert generate(llm, **options) == plain
+    stats = llm.engine.stats()
+    assert stats.speculation is not None
+    # The same model drafts; where a form forbids its draft there is none.
+    assert 100 < stats.speculation.num_accepted_tokens == stats.speculation.num_draft_tokens
+    llm.close()
+
+
 def on_ranks(context: RankContext, folder: str, tp: int, answers: dict[str, tuple[int, ...]]) -> list[Any]:
     group = RankGroup(rank=context.rank, size=context.world_size, process_group=context.process_group)
     overlap = "on" if tp == 1 else "auto"
