@@ -247,10 +247,13 @@ class Engine:
         if self.grammars is None:
             return []
         scheduler = self.scheduler
-        sequences = [s for s in (*scheduler.running, *scheduler.waiting) if s.grammar is not None]
-        self.grammars.wait([s.grammar for s in sequences if s.grammar is not None])
+        running, waiting = (
+            [s.grammar for s in queue if s.grammar is not None]
+            for queue in (scheduler.running, scheduler.waiting)
+        )
+        self.grammars.wait(running, waiting, is_busy=bool(scheduler.running))
         outputs = []
-        for sequence in sequences:
+        for sequence in [s for s in (*scheduler.running, *scheduler.waiting) if s.grammar is not None]:
             end = sequence.grammar_end()
             if end is not None:
                 scheduler.abort(sequence.request_id, sequence.choice_idx)

@@ -78,8 +78,22 @@ class GrammarThreads:
         opened.start()
         return opened
 
-    def wait(self, grammars: Sequence[SequenceGrammar]) -> None:
-        """Wait until none of ``grammars`` is at work, for ``max_wait_s`` at most."""
+    def wait(
+        self,
+        grammars: Sequence[SequenceGrammar],
+        later: Sequence[SequenceGrammar] = (),
+        *,
+        is_busy: bool = False,
+    ) -> None:
+        """Wait until none of these is at work, for ``max_wait_s`` at most.
+
+        Args:
+            grammars: Of sequences that run.
+            later: Of sequences that wait to, some of which may take long to compile.
+            is_busy: Whether some sequence runs: then ``later`` is waited for only where there is no limit.
+        """
+        if self._max_wait_s is None or not is_busy:
+            grammars = [*grammars, *later]
         if any(grammar.is_working for grammar in grammars):
             with self._changed:
                 self._changed.wait_for(lambda: not any(g.is_working for g in grammars), self._max_wait_s)

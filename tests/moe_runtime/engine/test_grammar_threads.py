@@ -66,6 +66,21 @@ def test_waiting_is_bounded_and_ends_with_the_work(held):
     threads.wait([slow])
 
 
+def test_who_runs_does_not_wait_for_what_compiles(held, monkeypatch):
+    compiler, threads = held
+    compiler.hold("slow")
+    slow = threads.open(Grammar(text="slow"), EOS)
+    waits = []
+    monkeypatch.setattr(threads._changed, "wait_for", lambda done, limit_s: waits.append(limit_s))
+    threads.wait([], [slow], is_busy=True)
+    assert waits == []
+    threads.wait([], [slow])
+    assert waits == [0.01]
+    threads._max_wait_s = None  # offline, where schedules repeat
+    threads.wait([], [slow], is_busy=True)
+    assert waits == [0.01, None]
+
+
 def test_the_cheapest_grammar_is_compiled_first(held):
     compiler, threads = held
     compiler.hold("first")
