@@ -131,7 +131,7 @@ class LateGrammars:
         opened.start()
         return opened
 
-    def wait(self, grammars) -> None:
+    def wait(self, grammars, later=(), *, is_busy=False) -> None:
         self.do_some()
 
     def do_some(self, at_least: int = 0) -> None:

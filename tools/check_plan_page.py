@@ -21,10 +21,12 @@ from selenium import webdriver
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from moe_runtime.launch.plan_trace import replay
 from moe_runtime.planner.answer import answer
 from moe_runtime.planner.config import PlanConfig
 from moe_runtime.planner.html_report import write_html
 from moe_runtime.planner.panels import panels
+from moe_runtime.planner.simulation_view import simulation_panels
 from tests.model_shapes import DEEPSEEK_V3, QWEN3_30B_A3B
 
 FLAGS = (
@@ -37,14 +39,17 @@ return {width: box.width, height: box.height, title: panel.querySelector('.gtitl
     traces: panel.data.map(trace => (trace.z ?? trace.y).length),
     points: panel.querySelectorAll('.scatterlayer .trace .points path').length,
     bars: panel.querySelectorAll('.barlayer .trace .point path').length,
+    lines: panel.querySelectorAll('.scatterlayer .trace .lines path').length,
     images: panel.querySelectorAll('.heatmaplayer image').length}"""
 """What a panel shows, counted in what is drawn and not in what it was given."""
+TRACE = Path(__file__).parents[1] / "tests" / "moe_runtime" / "planner" / "traces" / "mooncake_sample.jsonl"
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fits": (
         QWEN3_30B_A3B,
         {"gpus": "1..64", "request_rate": 100.0, "tpot": 0.03, "expert_load": "zipf:0.6"},
     ),
     "nearest": (DEEPSEEK_V3, {"gpus": "1..4", "gpu": "h100"}),
+    "trace": (DEEPSEEK_V3, {"gpus": "16", "trace": TRACE, "ttft": 2.0, "tpot": 0.1, "fail": ("3@1",)}),
 }
 
 
@@ -56,7 +61,9 @@ def check_panel(driver: webdriver.Chrome, name: str, figure: dict[str, Any]) -> 
     assert found["title"] == figure["layout"]["title"]["text"], (name, found)
     assert found["traces"] == [len(trace.get("z", trace.get("y"))) for trace in figure["data"]], (name, found)
     kinds = {trace["type"] for trace in figure["data"]}
-    if "scatter" in kinds:
+    if all(trace.get("mode") == "lines" for trace in figure["data"]):
+        assert found["lines"] == len(figure["data"]), (name, found)
+    elif "scatter" in kinds:
         expected = sum(len(trace["x"]) for trace in figure["data"])
         assert 0 < found["points"] <= expected, (name, found)
         assert found["points"] >= 0.9 * expected, (name, found)
@@ -86,12 +93,15 @@ def main() -> None:
                 model = Path(work) / case
                 model.mkdir()
                 (model / "config.json").write_text(json.dumps(config))
-                found = answer(PlanConfig(model=str(model), **flags))
+                plan = PlanConfig(model=str(model), **flags)
+                found, simulation = (answer(plan), None) if plan.trace is None else replay(plan, plan.trace)
                 page = model / "plan.html"
-                write_html(found, page)
+                write_html(found, page, simulation)
                 driver.get(page.as_uri())
                 driver.set_window_size(1300, 2600)
                 drawn = panels(found)
+                if simulation is not None:
+                    drawn = simulation_panels(simulation) | drawn
                 assert drawn, "there is something to draw"
                 counted[case] = {name: check_panel(driver, name, figure) for name, figure in drawn.items()}
                 driver.save_screenshot(str(folder / f"{case}.png"))

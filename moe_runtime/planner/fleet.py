@@ -20,7 +20,7 @@ from moe_runtime.planner.serving_point import MAX_LOAD, ServingPoints, serving_p
 from moe_runtime.planner.shapes import ModelShape
 from moe_runtime.planner.workload import Workload
 
-__all__ = ["Candidate", "FleetSearch", "candidates", "cheapest", "nearest", "pareto", "topologies"]
+__all__ = ["Candidate", "FleetSearch", "candidates", "cheapest", "closest", "nearest", "pareto", "topologies"]
 
 BATCHES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024)
 TP_SIZES = (1, 2, 4, 8)
@@ -202,12 +202,18 @@ def nearest(search: FleetSearch, found: Sequence[Candidate]) -> tuple[str, Candi
             f"{need / 2**30:.1f} GiB a GPU and may use {least.usable_bytes / 2**30:.1f}",
             None,
         )
-    closest = min(found or everything, key=lambda c: _violation(search.workload, c))
+    one = closest(search.workload, found or everything)
+    assert one is not None, "there is some layout"
     return (
-        f"no fleet up to {wider.gpus[1]} GPUs meets it; closest: TTFT {closest.ttft_s:.3g} s, TPOT "
-        f"{closest.tpot_s:.3g} s, {closest.requests_per_s:.3g} requests/s on {closest.gpus} GPUs",
-        closest,
+        f"no fleet up to {wider.gpus[1]} GPUs meets it; closest: TTFT {one.ttft_s:.3g} s, TPOT "
+        f"{one.tpot_s:.3g} s, {one.requests_per_s:.3g} requests/s on {one.gpus} GPUs",
+        one,
     )
+
+
+def closest(workload: Workload, found: Sequence[Candidate]) -> Candidate | None:
+    """The layout that misses what is asked for by the smallest factor; None without any."""
+    return min(found, key=lambda c: _violation(workload, c), default=None)
 
 
 def _memory(search: FleetSearch, topology: Topology) -> tuple[int, RankPlan]:

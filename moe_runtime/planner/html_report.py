@@ -16,7 +16,7 @@ __all__ = ["check_plotly", "write_html"]
 
 STYLE = (
     "body{font:15px/1.45 system-ui,sans-serif;margin:1.5rem auto;max-width:1240px;padding:0 1rem;color:#222}"
-    "main{display:grid;grid-template-columns:repeat(auto-fit,minmax(540px,1fr));gap:1rem}"
+    "main{display:grid;grid-template-columns:repeat(auto-fill,minmax(540px,1fr));gap:1rem}"
     "code{background:#f3f3f3;padding:.2rem .4rem;overflow-wrap:anywhere}"
     "table{border-collapse:collapse}td,th{border-bottom:1px solid #ddd;padding:.2rem .6rem;text-align:left}"
 )
@@ -57,7 +57,10 @@ def write_html(answer: Answer, path: Path, simulation: Simulation | None = None)
     if simulation is not None:
         verdict = verdict_of(simulation, answer.config.goodput)[1]
     lines = [f"<p id='verdict'><b>{html.escape(verdict)}</b></p>"]
-    if answer.best is not None:
+    if simulation is not None:
+        launch = html.escape(simulation.launch)
+        lines.append(f"<p>{simulation.candidate.replicas} times <code>{launch}</code></p>")
+    elif answer.best is not None:
         lines.append(
             f"<p>{answer.best.replicas} times <code>{html.escape(launch_line(answer, answer.best))}</code></p>"
         )

@@ -18,7 +18,7 @@ from moe_runtime.kernels.attention import BLOCK_SIZE
 from moe_runtime.planner.answer import Answer, launch_line
 from moe_runtime.planner.cost_model import Topology
 from moe_runtime.planner.cpu_cost import cost_model
-from moe_runtime.planner.fleet import Candidate, FleetSearch, topologies
+from moe_runtime.planner.fleet import Candidate, FleetSearch, closest, topologies
 from moe_runtime.planner.memory_plan import plan_memory
 from moe_runtime.planner.replay import Failure, Layout, ReplicaReplay, Router, Turns
 from moe_runtime.planner.replay_metrics import ReplayMetrics, Timeline
@@ -162,7 +162,7 @@ def simulate(
     """Replay a trace on the fleet of an answer.
 
     Args:
-        answer: With a fleet.
+        answer: Its fleet that meets everything is taken, else the closest within the GPUs asked for.
         trace: Requests.
         router: Makes what a replica's front end routes by; arrivals by step take turns instead.
         max_num_seqs: Sequences that a group runs at once.
@@ -171,9 +171,10 @@ def simulate(
     Raises:
         ValueError: no fleet has room for the model, or a failure is malformed.
     """
-    candidate, search = answer.best, answer.search
+    search = answer.search
+    candidate = answer.best if answer.fits else closest(search.workload, answer.found)
     if candidate is None:
-        raise ValueError(f"trace cannot be replayed: {answer.nearest}")
+        raise ValueError(f"gpus ({answer.config.gpus}) have no layout to replay a trace on; {answer.nearest}")
     size = candidate.topology.ep_size
     wanted = parse_failures(failures, candidate.gpus)
     if wanted and trace.summary.by_step:

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from moe_runtime.planner.trace import Stream, TraceRequest, TraceSummary, stream_of, summarise
 
-__all__ = ["Trace", "open_trace"]
+__all__ = ["Trace", "TraceFormat", "open_trace"]
 
 MOONCAKE_BLOCK = 512
 MAX_TOKENS = 2**24
@@ -41,7 +41,7 @@ OWN_FIELDS = frozenset(
         "session",
     )
 )
-Format = Literal["mooncake", "azure", "own"]
+TraceFormat = Literal["mooncake", "azure", "own"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Trace:
     """
 
     path: Path
-    format: Format
+    format: TraceFormat
     summary: TraceSummary
     vocab_size: int
 
@@ -78,7 +78,7 @@ def open_trace(path: Path, vocab_size: int) -> Trace:
     _, first = next(_lines(path), (1, ""))
     if not first:
         raise ValueError(f"trace {path} is empty; it must hold at least one request")
-    kind: Format = "azure"
+    kind: TraceFormat = "azure"
     by_step = False
     if first.lstrip().startswith("{"):
         fields = _Line(path, 1, first).fields
@@ -88,8 +88,8 @@ def open_trace(path: Path, vocab_size: int) -> Trace:
     return Trace(path, kind, summary, vocab_size)
 
 
-def _requests(path: Path, kind: Format, vocab_size: int) -> Iterator[TraceRequest]:
-    readers: dict[Format, Callable[[Path, int], Iterator[tuple[_Line, TraceRequest]]]] = {
+def _requests(path: Path, kind: TraceFormat, vocab_size: int) -> Iterator[TraceRequest]:
+    readers: dict[TraceFormat, Callable[[Path, int], Iterator[tuple[_Line, TraceRequest]]]] = {
         "mooncake": _mooncake,
         "azure": _azure,
         "own": _own,

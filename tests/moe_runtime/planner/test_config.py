@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from moe_runtime.eplb.load_window import LoadWindow
+from moe_runtime.eplb.routing_log import RoutingLogHeader, RoutingLogWriter
 from moe_runtime.planner.config import CalibrateConfig, PlanConfig, expert_load_of
 from moe_runtime.planner.shape_configs import load_shape
+from moe_runtime.planner.trace import TraceSummary
 
 
 @pytest.mark.parametrize(
@@ -25,6 +27,8 @@ from moe_runtime.planner.shape_configs import load_shape
         ({"concurrency": -1}, r"concurrency \(-1\)"),
         ({"input_tokens": 0}, r"input_tokens \(0\)"),
         ({"max_num_batched_tokens": 0}, r"max_num_batched_tokens \(0\)"),
+        ({"ep_size": 0}, r"ep_size \(0\) must be at least 1"),
+        ({"seed": -1}, r"seed \(-1\) must be at least 0"),
         ({"gpu_memory_utilization": 1.5}, r"gpu_memory_utilization \(1.5\)"),
     ],
 )
@@ -71,6 +75,41 @@ def test_expert_load_comes_from_a_recorded_window(tmp_path):
     (tmp_path / "broken.npz").write_text(json.dumps({}))
     with pytest.raises(ValueError, match="cannot be read"):
         expert_load_of(str(tmp_path / "broken.npz"), shape)
+
+
+def test_expert_load_comes_from_a_routing_log(tmp_path):
+    header = RoutingLogHeader(
+        moe_layer_ids=(0, 1, 2, 3), num_logical_experts=16, num_topk=2, fingerprint="fp"
+    )
+    for name, num_tokens in (("log", 5), ("empty", 0)):
+        with (tmp_path / name).open("wb") as file:
+            writer = RoutingLogWriter(file, header)
+            writer.add(np.tile(np.array([3, 7]), (num_tokens, 4, 1)))
+            writer.finish()
+    found = expert_load_of(str(tmp_path / "log"), load_shape("builtin"))
+    assert found.shape == (4, 16)
+    assert found[:, [3, 7]].tolist() == [[5, 5]] * 4
+    assert found.sum() == 40
+    with pytest.raises(ValueError, match="holds no tokens; must hold at least one"):
+        expert_load_of(str(tmp_path / "empty"), load_shape("builtin"))
+
+
+def test_a_trace_gives_lengths_and_rate():
+    def summary(by_step):
+        return TraceSummary(
+            num_requests=10,
+            num_prompt_tokens=95,
+            num_output_tokens=21,
+            longest=30,
+            last_arrival=5.0,
+            by_step=by_step,
+        )
+
+    found = PlanConfig(model="builtin").with_trace(summary(False)).workload
+    assert (found.input_tokens, found.output_tokens, found.request_rate) == (10, 2, 2.0)
+    assert PlanConfig(model="builtin").with_trace(summary(True)).request_rate is None
+    with pytest.raises(ValueError, match=r"output_tokens \(3\) must be left out: the trace says it"):
+        PlanConfig(model="builtin", output_tokens=3).with_trace(summary(False))
 
 
 def test_calibration_needs_somewhere_to_write(tmp_path):

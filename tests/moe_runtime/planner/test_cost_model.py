@@ -87,6 +87,20 @@ def test_one_step_and_arrays_of_steps_cost_the_same():
     assert served.step_seconds(prompts) > served.step_seconds([decode(3)] * 4)
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_steps_together_cost_what_each_costs(tp):
+    served = model(4, tp=tp)
+    groups = 4 // tp
+    rows, keys = np.arange(groups) + 1.0, 100.0 * (np.arange(groups) + 1)
+    zero = np.zeros(groups)
+    grown = np.stack([keys + rows * i for i in range(50)])[None]
+    together = served.steps_seconds(rows, grown, zero, zero[None], rows)
+    alone = [served.groups_seconds(rows, grown[:, i], zero, zero[None], rows) for i in range(50)]
+    assert together.tolist() == pytest.approx(alone, rel=1e-12)
+    assert np.all(np.diff(together) > 0)
+    assert served.steps_seconds(zero, grown, zero, zero[None], zero).tolist() == [0.0] * 50
+
+
 def test_more_work_is_never_cheaper():
     served = model(2)
     costs = [served.step_seconds([decode(n), decode(n)]) for n in (1, 2, 8, 32, 64, 128, 256, 512)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -38,6 +39,16 @@ def test_every_feasible_layout_is_tried():
         32,
         176,
     }
+
+
+def test_a_layout_can_be_asked_for():
+    found = list(topologies(replace(search(), ep_size=8, tp=2)))
+    assert {(t.ep_size, t.tp) for t in found} == {(8, 2)}
+    assert {t.num_redundant_experts for t in found} == {0, 8, 16}
+    words, closest = nearest(replace(search(tpot_s=1e-6), ep_size=8), [])
+    assert closest is not None
+    assert closest.topology.ep_size == 8
+    assert words.startswith("no fleet up to 1024 GPUs meets it")
 
 
 def test_every_candidate_fits_and_no_other_beats_the_front():

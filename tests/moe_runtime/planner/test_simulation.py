@@ -57,6 +57,13 @@ def test_replicas_share_the_requests_and_a_run_repeats_itself(model, trace):
     assert not simulated(model, trace, ep_size=2, tp=2).layout.overlaps
 
 
+def test_the_fleet_stays_within_the_gpus_asked_for(model, trace):
+    found = simulated(model, trace, gpus="2", tpot=1e-4)
+    assert found.candidate.gpus == 2
+    with pytest.raises(ValueError, match=r"gpus \(3\) have no layout to replay a trace on"):
+        simulated(model, trace, gpus="3", ep_size=8)
+
+
 def test_skewed_experts_cost_time(model, trace):
     shape = {"ep_size": 32, "tp": 1, "gpus": "32"}
     even = simulated(model, trace, **shape)
