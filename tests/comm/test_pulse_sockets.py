@@ -107,6 +107,7 @@ def knock(context: RankContext) -> list[tuple[int, int]]:
 
             thread = threading.Thread(target=listen)
             thread.start()
+        group.all_gather_bytes(b"")  # the others call only now
         connect_all(rank, listener, places, secret, sockets)
         if is_first:
             thread.join(WAIT_S)

@@ -102,7 +102,7 @@ def test_one_answer_whatever_the_load(http) -> None:
             ]
             for _ in range(4):
                 ask()
-            assert all(len(other.result()) >= 8 for other in others)
+            assert {other.result()[-1]["finish_reason"] for other in others} <= {"length"}
         for future in [pool.submit(ask) for _ in range(32)]:
             future.result()
     assert len(answers) == 3 * 4 + 32
