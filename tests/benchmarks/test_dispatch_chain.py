@@ -225,6 +225,7 @@ def run_by_gloo(context: RankContext) -> list[int]:
     return chain.wrong_layers()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(DEVICE == "cuda", reason="gloo moves tensors of the CPU")
 def test_a_collective_gives_the_same_bits(ranks):
     assert ranks(2, run_by_gloo) == [[], []]

@@ -51,6 +51,7 @@ def test_two_ranks_print_one_table_and_the_digest_of_one_rank(model: str, tmp_pa
     assert done.stdout.count("passed: all outputs are equal") == 1
 
 
+@pytest.mark.slow
 def test_groups_of_two_print_the_digest_of_one_rank(model: str, tmp_path: Path) -> None:
     alone, together = tmp_path / "1.json", tmp_path / "4.json"
     assert main(["--model", model, *FLAGS, "--axes", "again", "--json", str(alone)]) == 0
@@ -79,6 +80,7 @@ def test_two_ranks_run_on_the_other_transport_in_groups_and_alone(model: str, tm
     assert done.stdout.count("equal on collective tp 1, symmetric tp 2, EP 1") == 1
 
 
+@pytest.mark.slow
 def test_a_tp_size_that_the_model_has_no_heads_for_is_told_and_the_rest_runs(
     model: str, tmp_path: Path
 ) -> None:

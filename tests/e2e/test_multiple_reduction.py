@@ -17,7 +17,7 @@ from tests.ranks import RankContext
 
 KINDS = ("cancelling", "heavy_tailed")
 DTYPES = ("float32", "bfloat16")
-DATA = [(kind, dtype) for kind in KINDS for dtype in DTYPES]
+DATA = list(zip(KINDS, DTYPES, strict=True))
 NUM_RANKS = 4
 
 

@@ -184,6 +184,7 @@ def test_groups_of_two_serve_the_same_bits_free_what_is_left_and_drain(server: R
         assert grouped.wait_exit() == 0
 
 
+@pytest.mark.slow
 def test_a_killed_follower_ends_the_gang() -> None:
     with running_server(2, "--tp", "2") as server:
         server.signal_rank(1, signal.SIGKILL)

@@ -140,7 +140,7 @@ def models(tmp_path_factory):
     return Models(tmp_path_factory.mktemp("models"))
 
 
-@pytest.mark.parametrize("world_size", [2, 4, 8])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow), 8])
 def test_groups_of_two_give_the_bits_of_one_process_for_every_model_and_transport(ranks, models, world_size):
     jobs = [
         Job(models.folder(model, kind), dtype, 2, dispatcher=dispatcher)

@@ -191,7 +191,7 @@ def test_one_process_gives_the_same_bits_in_every_schedule(models, model, kind, 
     models.check(job, run_job(job, RankGroup()), "world 1")
 
 
-@pytest.mark.parametrize("world_size", [2, 4, 8])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow), 8])
 def test_every_world_size_gives_the_same_bits_for_every_model(ranks, models, world_size):
     jobs = [
         Job(models.folder(model, kind), dtype, ("batch", "other rank")) for model, kind, dtype in COMBINATIONS
