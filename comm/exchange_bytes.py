@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["ExchangeBytes", "all_reduce_channels", "carved", "shard_sum_bytes"]
+__all__ = ["ExchangeBytes", "all_reduce_bytes", "all_reduce_channels", "carved", "shard_sum_bytes"]
 
 ALIGNMENT_BYTES = 1024
 """Where a tensor in a region starts, so that offsets are multiples of 16 elements for every dtype."""
@@ -95,9 +95,21 @@ def shard_sum_bytes(size: int, hidden: int, num_layers: int, max_rows: int, item
         hidden, num_layers, max_rows: H, layers with a sum, most rows of a step.
         item_bytes: Of an element of the model dtype.
     """
-    elements = max_rows * hidden
-    buffers = ALL_REDUCE_SETS * (carved(4 * elements) + carved(item_bytes * elements))
+    buffers = all_reduce_bytes(max_rows * hidden, 4, item_bytes)
     return buffers + carved(4 * all_reduce_channels(num_layers) * size)
+
+
+def all_reduce_bytes(
+    max_elements: int, part_item_bytes: int, out_item_bytes: int, *, num_sets: int = ALL_REDUCE_SETS
+) -> int:
+    """Bytes of the buffers of a step's all-reduces: a part and a result in each set.
+
+    Args:
+        max_elements: Of a part.
+        part_item_bytes, out_item_bytes: Of an element of a part and of a result.
+        num_sets: Taken by turns.
+    """
+    return num_sets * (carved(part_item_bytes * max_elements) + carved(out_item_bytes * max_elements))
 
 
 def all_reduce_channels(max_calls: int) -> int:

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import torch
 
-from moe_runtime.comm.exchange_bytes import ALL_REDUCE_SETS, all_reduce_channels
-from moe_runtime.comm.symmetric_memory import SymmetricSpace, carved_bytes
+from moe_runtime.comm.exchange_bytes import ALL_REDUCE_SETS, all_reduce_bytes, all_reduce_channels
+from moe_runtime.comm.symmetric_memory import SymmetricSpace
 from moe_runtime.kernels.all_reduce_triton import (
     AllReduceSchedule,
     all_reduce_exchange,
@@ -73,7 +73,7 @@ class SymmetricAllReduce:
     @staticmethod
     def num_bytes(max_elements: int, part_dtype: torch.dtype, out_dtype: torch.dtype) -> int:
         """Bytes of the space that the buffers take."""
-        return NUM_SETS * sum(carved_bytes((max_elements,), dtype) for dtype in (part_dtype, out_dtype))
+        return all_reduce_bytes(max_elements, part_dtype.itemsize, out_dtype.itemsize, num_sets=NUM_SETS)
 
     def part(self, *shape: int) -> torch.Tensor:
         """Where this rank's part of the next call is written, by kernels launched after the call before.

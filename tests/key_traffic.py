@@ -37,7 +37,7 @@ from moe_runtime.errors import InvalidRequestError
 from moe_runtime.kernels.attention import BLOCK_SIZE
 from moe_runtime.kernels.logit_rules import RowRules, apply_rules, leaves_a_token
 
-__all__ = ["KeyRunner", "run"]
+__all__ = ["KeyRunner", "keys_of", "next_key", "routing_of", "run"]
 
 VOCAB = 24
 EOS_ID = 0

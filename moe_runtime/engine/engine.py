@@ -347,9 +347,8 @@ class Engine:
         sequence.token_ids[chunk.output_position : chunk.output_position + 1] = token_ids
         self.num_generation_tokens += len(token_ids)
         num_accepted = len(token_ids) - 1
-        sequence.num_computed_tokens += (
-            num_accepted  # before a sequence that ends leaves its blocks to others
-        )
+        # Before a sequence that ends leaves its blocks to others.
+        sequence.num_computed_tokens += num_accepted
         if ending.finish_reason is not None:
             self.scheduler.finish(sequence)
         elif sequence.grammar is not None:

@@ -22,28 +22,17 @@ from moe_runtime.engine.engine import Engine
 from moe_runtime.engine.expert_load import HostExpertLoad
 from moe_runtime.engine.messages import SequenceOutput, TokenLogprobs
 from moe_runtime.engine.request import Request, SamplingParams
-from moe_runtime.engine.routed_experts import RoutedExperts, join_routed_experts, num_routed_tokens
+from moe_runtime.engine.routed_experts import join_routed_experts, num_routed_tokens
 from moe_runtime.engine.runner import LaunchedStep, Runner
 from moe_runtime.engine.sampler import ScoredRow
 from moe_runtime.engine.scheduler import SchedulerConfig
 from moe_runtime.engine.sequence import UNKNOWN_TOKEN, Sequence
 from moe_runtime.kernels.attention import BLOCK_SIZE
+from tests.key_traffic import keys_of, next_key, routing_of
 
 VOCAB_SIZE = 7
 EOS_ID = 0
 TEXTS = [tuple(random.Random(i).choices(range(VOCAB_SIZE), k=640)) for i in range(2)]
-
-
-def next_key(key: int, token_id: int) -> int:
-    return hash((key, token_id))
-
-
-def keys_of(token_ids) -> list[int]:
-    keys, key = [], 1
-    for token_id in token_ids:
-        key = next_key(key, token_id)
-        keys.append(key)
-    return keys
 
 
 def chosen_after(key: int) -> int:
@@ -52,10 +41,6 @@ def chosen_after(key: int) -> int:
 
 def logprob_after(key: int) -> TokenLogprobs:
     return TokenLogprobs(float(key % 1009))
-
-
-def routing_of(keys: list[int]) -> RoutedExperts:
-    return RoutedExperts("uint8", (len(keys), 1, 1), bytes(key % 251 for key in keys))
 
 
 class ModelRunner(Runner):
