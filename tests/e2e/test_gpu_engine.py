@@ -161,7 +161,12 @@ def test_the_check_passes_on_every_axis(llm: LLM) -> None:
     engine = EngineConfig(model=llm.config.model)
     config = CheckConfig(num_prompts=24, max_tokens=16, engine=engine)
     report = check(llm, config, silent)
-    assert {axis.name: axis.finding for axis in report.axes} == {axis.name: "equal" for axis in report.axes}
+    not_passed = {axis.name for axis in report.axes if not axis.passed}
+    assert not_passed == (set() if llm.tokenizer else {"structured_output"}), report
+    deployments = {name for axis in report.axes for name in axis.deployments}
+    assert {
+        f"loopback EP {size} with{out} graphs" for size in (2, 4, 8) for out in ("", "out")
+    } <= deployments
     assert report.exit_code is CheckExit.EQUAL
 
 
