@@ -112,6 +112,12 @@ def reducer_of(
 # ---- bits
 
 
+def parts_of(kind: str, num_elements: int, size: int, seed: int) -> torch.Tensor:
+    """``[num_elements, size]`` hostile parts of ranks, of which 4,093 are drawn: each row is drawn alone."""
+    drawn = hostile(kind, (min(num_elements, 4093), size), seed=seed)
+    return drawn.repeat(-(-num_elements // len(drawn)), 1)[:num_elements]
+
+
 def compare_backends(context: RankContext) -> None:
     """NCCL, gloo, symmetric memory in both forms, and the tree on the CPU."""
     keep_multicast_off()
@@ -129,7 +135,7 @@ def compare_backends(context: RankContext) -> None:
         for kind in HOSTILE_KINDS:
             peers.next_step()
             for length in lengths:
-                parts = hostile(kind, (length, context.world_size), seed=length).to(part_dtype).unbind(1)
+                parts = parts_of(kind, length, context.world_size, seed=length).to(part_dtype).unbind(1)
                 expected = tree_sum([part.float() for part in parts]).to(out_dtype)
                 residual = hostile("normal", (length,), seed=5).to(out_dtype)
                 part = parts[context.rank].contiguous()
@@ -194,7 +200,8 @@ def compare_shard_sums(context: RankContext, captured_too: bool) -> None:
         for seed, kind in enumerate(HOSTILE_KINDS):
             expected = []
             for own, rows in zip(inputs, ROWS, strict=True):
-                parts = hostile(kind, (rows, hidden, context.world_size), seed=seed).unbind(-1)
+                parts = parts_of(kind, rows * hidden, context.world_size, seed=seed)
+                parts = parts.view(rows, hidden, -1).unbind(-1)
                 own.copy_(parts[context.rank])
                 expected.append(all_reduce_reference(parts, BF16))
             for out in outputs:
