@@ -9,7 +9,8 @@ outputs minus time for 1) / 127, through the whole engine: scheduling, sampling 
 reference batch's ids and logprobs is one for every number of ranks and every dispatcher.
 
 ``steady`` (not by default) keeps ``--seqs-per-rank`` sequences on every rank for ``--steady-tokens`` outputs: a decode
-step is (time for all of them - time for 1) / (outputs - 1). ``--device cpu --model builtin`` is a small form.
+step is (time for all of them - time for 1) / (outputs - 1). ``halves`` (not by default) runs prefill in whole, half and quarter steps. ``--device cpu --model builtin``
+is a small form.
 """
 
 from __future__ import annotations
@@ -183,6 +184,18 @@ class _Bench:
         rates = [num * length / self.run_s(num, length, 1) for _ in range(self.repeats)]
         print(f"prefill: {statistics.median(rates):,.0f} tokens/s", flush=True)
         return {"tokens_per_s": statistics.median(rates), "num_prompts": num, "prompt_tokens": length}
+
+    def halves(self) -> dict[str, float]:
+        """Prefill with steps of half as many tokens: what two micro-batches cost before anything of theirs overlaps."""
+        usual = self.llm.config.max_num_batched_tokens
+        per_step = self.options.prefill_prompts * self.options.prefill_tokens // self.llm.group.size // 2
+        rates = {}
+        for name, limit in (("whole", usual), ("half", per_step), ("quarter", per_step // 2)):
+            self.llm.reconfigure(max_num_batched_tokens=limit)
+            print(f"steps of at most {limit} tokens a rank", flush=True)
+            rates[f"{name}_tokens_per_s"] = self.prefill()["tokens_per_s"]
+        self.llm.reconfigure(max_num_batched_tokens=usual)
+        return rates
 
     def steady(self) -> dict[str, float]:
         """A full batch on every rank for many steps: ms per step, and output tokens per second with and without
