@@ -9,8 +9,8 @@ outputs minus time for 1) / 127, through the whole engine: scheduling, sampling 
 reference batch's ids and logprobs is one for every number of ranks and every dispatcher.
 
 ``steady`` (not by default) keeps ``--seqs-per-rank`` sequences on every rank for ``--steady-tokens`` outputs: a decode
-step is (time for all of them - time for 1) / (outputs - 1). ``halves`` (not by default) runs prefill in whole, half and quarter steps. ``--device cpu --model builtin``
-is a small form.
+outputs - 1). ``halves`` (not by default) runs prefill in whole, half and quarter steps.
+``--device cpu --model builtin`` is a small form.
 """
 
 from __future__ import annotations
