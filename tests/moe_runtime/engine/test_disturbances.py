@@ -66,7 +66,10 @@ def test_an_aborted_request_ends_there_and_the_others_do_not_notice(llm: LLM, ov
 @pytest.mark.parametrize(
     ("planned", "message"),
     [
-        (PlannedDisturbances(preempt_at={1: (64, 200)}), "request 1 ended before it had computed 200 tokens"),
+        (
+            PlannedDisturbances(preempt_at={1: (64, 200)}),
+            "request 1 ended before it was preempted at 200 computed tokens",
+        ),
         (PlannedDisturbances(abort_at={2: 12}), "request 2 ended before 12 output tokens"),
     ],
 )
