@@ -182,7 +182,8 @@ class KeyRunner(Runner):
         self.expert_load: Any = SimpleNamespace(before_step=lambda view: None)
         self.counted: Counter[tuple[Sequence, int, int]] = Counter()
         self.last_rows: list[tuple[Sequence, int, int]] = []
-        self.num_unknown = self.num_masked_drafts = 0
+        self.last_has_drafts = False
+        self.num_unknown = self.num_masked_drafts = self.num_ended = 0
 
     def launch(self, chunks, tokens_per_rank, *, is_decode):
         rows = wanted_rows(chunks)
@@ -201,12 +202,15 @@ class KeyRunner(Runner):
         ]
         self.last_rows = [(s, p, key) for (s, p), key in zip(places, found, strict=True)]
         self.counted.update(self.last_rows)
+        self.last_has_drafts = plan.has_drafts
         self.num_masked_drafts += sum(len(c.draft_ids) for c in chunks if c.sequence.grammar is not None)
         results = [self._result(row, found[row.token_idx], plan.token_ids[row.token_idx]) for row in rows]
         routed = [key for s, _, key in self.last_rows if s.params.return_routed_experts]
         return LaunchedStep(rows, lambda: results, (lambda: routing_of(routed)) if routed else None)
 
     def uncount(self, token_idx):
+        if not self.last_has_drafts:
+            self.num_ended += len(token_idx)
         self.counted.subtract([self.last_rows[i] for i in token_idx])
 
     def follow(self, plan, tokens_per_rank, *, is_decode):
@@ -448,8 +452,16 @@ def drive(case: Traffic, rng: random.Random) -> Engine:
         check_outputs(request, choice, one, outputs[name, choice], is_whole)
     for (sequence, position, key), count in runner.counted.items():
         assert count >= 0
-        keys = expected[sequence.request_id, sequence.choice_idx].keys
-        assert count == 0 or keys[position] == key, "a wrong draft is counted"
+        name = sequence.request_id, sequence.choice_idx
+        assert count == 0 or expected[name].keys[position] == key, "a wrong draft is counted"
+        num_output = sum(len(o.token_ids) for o in outputs[name])
+        num_run = num_routed_tokens(sequence.num_prompt_tokens, num_output)
+        assert count == 0 or position < num_run, "a row of a sequence that had ended is counted"
+    num_wrong = 0
+    if speculation is not None:
+        drafts = speculation.stats()
+        num_wrong = drafts.num_draft_tokens - drafts.num_accepted_tokens
+    assert engine.num_computed_tokens - num_wrong == sum(runner.counted.values())
     counts = sum(len(o.token_ids) for parts in outputs.values() for o in parts)
     assert engine.num_generation_tokens == counts
     assert engine.scheduler.blocks.num_free_blocks == case.num_blocks

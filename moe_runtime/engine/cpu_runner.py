@@ -54,7 +54,7 @@ class CpuRunner(Runner):
         config = decoder.config
         assert overlap_group is None or decoder.tensor_parallel.size == 1, "followers have no thread"
         self._group = overlap_group
-        self.thread: StepThread[_Results] | None = None if overlap_group is None else StepThread()
+        self.thread: StepThread | None = None if overlap_group is None else StepThread()
         self.overlaps = self.in_thread = self.thread is not None
         self.expert_load = HostExpertLoad(
             len(config.moe_layer_ids), config.num_experts, load_window_steps, settle=self.settle
@@ -104,8 +104,16 @@ class CpuRunner(Runner):
     def uncount(self, token_idx: SequenceOf[int]) -> None:
         """See ``Runner.uncount``."""
         home = self.decoder.tensor_parallel.home_places(token_idx)
-        if home:
+        if not home:
+            return
+
+        def take_out() -> None:
             self.expert_load.add(self._last_routing[:, torch.tensor(home)], sign=-1)
+
+        if self.thread is None:
+            take_out()
+        else:
+            self.thread.submit(take_out)  # runs once the step has, before the next one
 
     def settle(self) -> None:
         """See ``Runner.settle``."""

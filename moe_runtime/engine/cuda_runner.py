@@ -174,7 +174,7 @@ class CudaRunner(Runner):
 
     @torch.inference_mode()
     def uncount(self, token_idx: SequenceOf[int]) -> None:
-        """See ``Runner.uncount``; the routing of the step collected last is still in its buffer."""
+        """See ``Runner.uncount``; the device gets to it before the next step writes to the routing buffer."""
         home = self.decoder.tensor_parallel.home_places(token_idx)
         if home:
             self.expert_load.take_out(self.decoder.buffers.routing[:, self._upload(home)])

@@ -47,9 +47,13 @@ class Disturbances:
             return []
         for sequence in list(self._engine.scheduler.running):
             counts = self._preempt_at.get(sequence.request_id)
-            if counts and sequence.num_computed_tokens >= counts[-1]:
+            # The step under way, which is waited for, may have been its last.
+            if (
+                counts
+                and sequence.num_computed_tokens >= counts[-1]
+                and self._engine.preempt(sequence.request_id)
+            ):
                 counts.pop()
-                self._engine.preempt(sequence.request_id)
         aborted = [
             sequence.request_id
             for sequence in self._engine.scheduler.running
@@ -69,7 +73,9 @@ class Disturbances:
         for request_id in request_ids:
             counts = self._preempt_at.get(request_id)
             if counts:
-                raise RuntimeError(f"request {request_id} ended before it had computed {counts[-1]} tokens")
+                raise RuntimeError(
+                    f"request {request_id} ended before it was preempted at {counts[-1]} computed tokens"
+                )
             if request_id in self._abort_at:
                 raise RuntimeError(
                     f"request {request_id} ended before {self._abort_at[request_id]} output tokens"

@@ -4,8 +4,9 @@ Under tensor parallelism it is that of the group's first rank, which plans for a
 (engine/follower.py).
 
 Where the runner overlaps, a step is planned and launched while the one before is still running, assuming that nobody
-ends; tokens not known yet are read on the device. A sequence that did end leaves one row in the step under way, whose
-result is dropped and counted nowhere. What overlaps is a schedule: it changes no bit.
+ends; tokens not known yet are read on the device. A sequence that did end, or is aborted, leaves its rows in the step
+under way: their results are dropped, and they are taken out of all counts. What overlaps is a schedule: it changes no
+bit and no count of tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -106,14 +107,18 @@ class Engine:
     def abort(self, request_id: str, choice_idx: int | None = None) -> None:
         """Forget a request or one of its choices between steps; its blocks are free at once."""
         self.scheduler.abort(request_id, choice_idx)
+        self._forget_ended()
 
-    def preempt(self, request_id: str) -> None:
+    def preempt(self, request_id: str) -> int:
         """Take a request's blocks between steps, as want of blocks does; for checks. It goes on by itself.
 
         A preempted sequence is recomputed from its token ids, so the step under way is waited for.
+
+        Returns:
+            Sequences preempted: none where all have ended, maybe by the step waited for.
         """
         self._early_outputs += self._collect()
-        self.scheduler.preempt(request_id)
+        return self.scheduler.preempt(request_id)
 
     def abort_all(self) -> None:
         """Forget everything."""
@@ -175,10 +180,10 @@ class Engine:
         started = _StepUnderWay(launched, [_ChunkUnderWay.start(chunk) for chunk in chunks])
         outputs += self._collect()
         self._under_way = started
+        self._forget_ended()
         if not self.runner.overlaps:
             outputs += self._collect()
         self.num_steps += 1
-        self.num_computed_tokens += vector.num_tokens
         self.last_step_ms = (time.perf_counter() - start) * 1e3
         return view, outputs
 
@@ -256,7 +261,7 @@ class Engine:
         for sequence in [s for s in (*scheduler.running, *scheduler.waiting) if s.grammar is not None]:
             end = sequence.grammar_end()
             if end is not None:
-                scheduler.abort(sequence.request_id, sequence.choice_idx)
+                self.abort(sequence.request_id, sequence.choice_idx)
                 outputs.append(
                     SequenceOutput(
                         sequence.request_id,
@@ -285,14 +290,16 @@ class Engine:
         outputs: list[SequenceOutput] = []
         unused: list[int] = []  # rows of the step that leave nothing
         first_token_idx = 0
-        for chunk in step.chunks:
+        for i, chunk in enumerate(step.chunks):
             sequence, ending = chunk.sequence, _Ending()
             results: list[ScoredRow] = []
             is_due = chunk.reached_end and not sequence.is_finished
             if is_due and sequence.max_tokens:
                 results, ending = self._kept(chunk, chosen[id(sequence)])
             num_run = chunk.num_tokens - len(chunk.draft_ids) + max(len(results) - 1, 0)
-            unused += range(first_token_idx + num_run, first_token_idx + chunk.num_tokens)
+            if i not in step.forgotten:
+                unused += range(first_token_idx + num_run, first_token_idx + chunk.num_tokens)
+                self.num_computed_tokens += chunk.num_tokens
             first_token_idx += chunk.num_tokens
             if routed is not None and sequence.params.return_routed_experts:
                 sequence.add_routing(chunk.first_position, routed.first(num_run))
@@ -314,6 +321,14 @@ class Engine:
             if ending.finish_reason is not None:
                 break
         return kept, ending
+
+    def _forget_ended(self) -> None:
+        """Uncount the rows under way of sequences that have ended since the launch: planned later, the step would not
+        have had them. No step is launched behind it meanwhile, so the runner knows them still."""
+        token_idx = [] if self._under_way is None else self._under_way.forget_ended()
+        if token_idx:
+            assert self.tensor_parallel.size == 1, "the steps of a group do not overlap"
+            self.runner.uncount(token_idx)
 
     def _forget_rows(self, token_idx: list[int], num_tokens: int) -> None:
         """Uncount rows of the step just collected, on all ranks of the group: a collective of it."""
@@ -431,12 +446,30 @@ class _ChunkUnderWay:
 
 @dataclass(frozen=True, slots=True)
 class _StepUnderWay:
-    """A step that has been launched and not collected."""
+    """A step that has been launched and not collected.
+
+    Attributes:
+        launched: Its results.
+        chunks: In the order of its rows.
+        forgotten: Places of chunks whose rows count nowhere.
+    """
 
     launched: LaunchedStep
     chunks: list[_ChunkUnderWay]
+    forgotten: set[int] = field(default_factory=set)
 
     @property
     def has_drafts(self) -> bool:
         """Whether some rows may leave nothing."""
         return any(chunk.draft_ids for chunk in self.chunks)
+
+    def forget_ended(self) -> list[int]:
+        """Rows of sequences that have ended since the last call."""
+        token_idx: list[int] = []
+        first_token_idx = 0
+        for i, chunk in enumerate(self.chunks):
+            if chunk.sequence.is_finished and i not in self.forgotten:
+                self.forgotten.add(i)
+                token_idx += range(first_token_idx, first_token_idx + chunk.num_tokens)
+            first_token_idx += chunk.num_tokens
+        return token_idx

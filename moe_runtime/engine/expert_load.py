@@ -1,10 +1,11 @@
 """Expert load: how many (token, slot) pairs each logical expert has been given, of tokens at home here.
 
 Counts are exact integers, of real tokens only: inert and padding rows hold -1. They are added up where the routing
-buffer is, since start; integers may be added in any order. Copies of them are made between steps, at steps that all
-ranks agree on because all see the same step vectors: after every bucket of the window, and where no rank has work. So
-the copies of all ranks are of the same steps and can be added up. On a device a copy is one more thing in its queue,
-and nobody waits for it.
+buffer is, since start; integers may be added in any order. Rows that turn out to be nobody's, of wrong drafts and of
+sequences that had ended when their step ran, are taken out again before the next copy (``Runner.uncount``). Copies of
+the counts are made between steps, at steps that all ranks agree on because all see the same step vectors: after every
+bucket of the window, and where no rank has work. So the copies of all ranks are of the same steps and can be added up.
+On a device a copy is one more thing in its queue, and nobody waits for it.
 
 What the copies differ by goes into a window of steps (eplb/load_window.py), which the moves of experts plan by.
 """

@@ -203,10 +203,10 @@ class SpeculationStats(msgspec.Struct, frozen=True):
 class RankStats(msgspec.Struct, frozen=True):
     """State of one rank after a step.
 
-    ``num_computed_tokens`` are the rows that ran, drafts and those that a preemption made run again included. Free KV
-    blocks include those that the prefix cache keeps for nobody yet; cached ones are all that can be found again.
-    Queries and hits of the prefix cache count tokens (block_manager.py). ``speculation`` is None where nothing is
-    drafted.
+    ``num_computed_tokens`` are the rows of collected steps, drafts and those that a preemption made run again included,
+    without those of sequences that had ended. Free KV blocks include those that the prefix cache keeps for nobody yet;
+    cached ones are all that can be found again. Queries and hits of the prefix cache count tokens (block_manager.py).
+    ``speculation`` is None where nothing is drafted.
     """
 
     num_running: int = 0

@@ -64,7 +64,8 @@ class Runner(ABC):
 
     @abstractmethod
     def uncount(self, token_idx: SequenceOf[int]) -> None:
-        """Take rows of the step collected last out of ``expert_load``: drafts that were wrong. No collective.
+        """Take rows of the step launched last out of ``expert_load``: drafts that were wrong, and rows of sequences
+        that had ended. The step may be under way; nothing is waited for. No collective.
 
         Args:
             token_idx: Rows of the group's step; those at home on another rank are left to it.

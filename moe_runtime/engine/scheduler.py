@@ -114,10 +114,12 @@ class Scheduler:
                 queue.remove(sequence)
                 self._end(sequence)
 
-    def preempt(self, request_id: str) -> None:
-        """Take the blocks of a request's running sequences; their tokens must be known."""
-        for sequence in [s for s in self.running if s.request_id == request_id]:
+    def preempt(self, request_id: str) -> int:
+        """Take the blocks of a request's running sequences, whose tokens must be known; returns how many these are."""
+        sequences = [s for s in self.running if s.request_id == request_id]
+        for sequence in sequences:
             self._preempt(sequence)
+        return len(sequences)
 
     def finish(self, sequence: Sequence) -> None:
         """Take out a sequence that ended."""

@@ -11,7 +11,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -79,12 +79,12 @@ class Job(Generic[_Result]):
             self._ended.set()
 
 
-class StepThread(Generic[_Result]):
+class StepThread:
     """Runs jobs in the order in which they are handed in."""
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Job[_Result] | None] = queue.SimpleQueue()
-        self._last: Job[_Result] | None = None
+        self._jobs: queue.SimpleQueue[Job[Any] | None] = queue.SimpleQueue()
+        self._last: Job[Any] | None = None
         self._failure = _Failure()
         self._thread = threading.Thread(
             target=_run_jobs, args=(self._jobs, torch.get_num_threads()), name=THREAD_NAME, daemon=True
@@ -96,7 +96,8 @@ class StepThread(Generic[_Result]):
         """Run ``work`` after all that was handed in before."""
         if self._failure.is_told:  # what is still queued behind it fails; this does not
             self._failure = _Failure()
-        self._last = job = Job(work, self._failure)
+        job = Job(work, self._failure)
+        self._last = job
         self._jobs.put(job)
         return job
 
@@ -115,14 +116,14 @@ def step_thread_ident() -> int | None:
     return next((thread.ident for thread in threading.enumerate() if thread.name == THREAD_NAME), None)
 
 
-def _end(jobs: queue.SimpleQueue[Job[_Result] | None], thread: threading.Thread) -> None:
+def _end(jobs: queue.SimpleQueue[Job[Any] | None], thread: threading.Thread) -> None:
     """Also when the process leaves: a thread that is still in native code when the interpreter goes would abort it."""
     jobs.put(None)
     if thread is not threading.current_thread():
         thread.join(END_WAIT_S)
 
 
-def _run_jobs(jobs: queue.SimpleQueue[Job[_Result] | None], num_threads: int) -> None:
+def _run_jobs(jobs: queue.SimpleQueue[Job[Any] | None], num_threads: int) -> None:
     torch.set_num_threads(num_threads)
     while (job := jobs.get()) is not None:
         job.run()

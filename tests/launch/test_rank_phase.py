@@ -51,7 +51,7 @@ def test_a_thread_outside_the_package_has_no_phase() -> None:
 
 
 def test_a_rank_that_waits_for_its_own_steps_does_what_these_do() -> None:
-    thread: StepThread[None] = StepThread()
+    thread = StepThread()
     reached, may_go, waits = threading.Event(), threading.Event(), threading.Event()
 
     def work() -> None:

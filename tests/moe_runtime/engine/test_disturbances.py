@@ -66,7 +66,10 @@ def test_an_aborted_request_ends_there_and_the_others_do_not_notice(llm: LLM, ov
 @pytest.mark.parametrize(
     ("planned", "message"),
     [
-        (PlannedDisturbances(preempt_at={1: (64, 200)}), "request 1 ended before it had computed 200 tokens"),
+        (
+            PlannedDisturbances(preempt_at={1: (64, 200)}),
+            "request 1 ended before it was preempted at 200 computed tokens",
+        ),
         (PlannedDisturbances(abort_at={2: 12}), "request 2 ended before 12 output tokens"),
     ],
 )
@@ -74,3 +77,15 @@ def test_what_did_not_come_is_told(llm: LLM, planned: PlannedDisturbances, messa
     llm.reconfigure(overlap="off")
     with pytest.raises(RuntimeError, match=message):
         llm.generate(PROMPTS, PARAMS, disturbances=planned)
+
+
+@pytest.mark.parametrize("overlap", ["off", "on"])
+def test_a_preemption_that_finds_the_request_ended_is_told(llm: LLM, overlap: str) -> None:
+    """Under overlap the step that computes the last of its tokens is under way: waited for, it ends the request."""
+    llm.reconfigure(overlap=overlap)  # type: ignore[arg-type]
+    num_computed = len(PROMPTS[1]) + 11
+    planned = PlannedDisturbances(preempt_at={1: (num_computed,)})
+    with pytest.raises(RuntimeError, match=f"request 1 ended before it was preempted at {num_computed} comp"):
+        llm.generate(PROMPTS, PARAMS, disturbances=planned)
+    llm.generate(PROMPTS, PARAMS, disturbances=PlannedDisturbances(preempt_at={1: (num_computed - 1,)}))
+    assert llm.engine.stats().num_preemptions == 1

@@ -18,7 +18,7 @@ from moe_runtime.engine.sequence import Sequence
 from moe_runtime.engine.sequence_grammar import SequenceGrammar
 from moe_runtime.engine.speculative import Speculation
 from moe_runtime.kernels.schedules import Control
-from tests.key_traffic import KeyRunner, run
+from tests.key_traffic import run
 
 NUM_FREE_BLOCKS = BlockManager.num_free_blocks
 
@@ -45,11 +45,12 @@ def test_the_traffic_meets_all_that_it_is_for():
         met["wrong"] += drafts.num_draft_tokens - drafts.num_accepted_tokens
         met["under a grammar"] += engine.runner.num_masked_drafts
         met["unknown tokens"] += engine.runner.num_unknown
+        met["ended under way"] += engine.runner.num_ended
         met["preemptions"] += stats.num_preemptions
         met["hits"] += stats.num_prefix_cache_hits
         met["evictions"] += stats.num_prefix_cache_evictions
         met["flushes"] += engine.scheduler.blocks.num_flushes
-    assert len(+met) == 8, met
+    assert len(+met) == 9, met
 
 
 def _plans_past_drafts(patch: pytest.MonkeyPatch) -> None:
@@ -90,7 +91,12 @@ def _names_drafts(patch: pytest.MonkeyPatch) -> None:
 
 def _counts_wrong_drafts(patch: pytest.MonkeyPatch) -> None:
     """Wrong drafts stay in the expert load."""
-    patch.setattr(KeyRunner, "uncount", lambda runner, token_idx: None)
+    patch.setattr(Engine, "_forget_rows", lambda engine, token_idx, num_tokens: None)
+
+
+def _counts_those_that_ended(patch: pytest.MonkeyPatch) -> None:
+    """The rows under way of sequences that have ended stay in the expert load."""
+    patch.setattr(Engine, "_forget_ended", lambda engine: None)
 
 
 def _lets_all_drafts_pass(patch: pytest.MonkeyPatch) -> None:
@@ -139,6 +145,7 @@ FAULTS = [
     _plans_past_drafts,
     _names_drafts,
     _counts_wrong_drafts,
+    _counts_those_that_ended,
     _lets_all_drafts_pass,
     _takes_masks_unjudged,
     _advances_by_the_first_token,

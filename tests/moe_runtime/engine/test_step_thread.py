@@ -14,7 +14,7 @@ from moe_runtime.engine.step_thread import StepThread, step_thread_ident
 
 
 def test_jobs_run_in_order_in_one_other_thread() -> None:
-    thread: StepThread[tuple[int, int]] = StepThread()
+    thread = StepThread()
     ran: list[int] = []
 
     def job(number: int) -> tuple[int, int]:
@@ -30,7 +30,7 @@ def test_jobs_run_in_order_in_one_other_thread() -> None:
 
 
 def test_submit_returns_before_the_job_has_run_and_settle_after() -> None:
-    thread: StepThread[bool] = StepThread()
+    thread = StepThread()
     may_go = threading.Event()
     job = thread.submit(lambda: may_go.wait(20))
     assert not job.has_ended
@@ -43,7 +43,7 @@ def test_submit_returns_before_the_job_has_run_and_settle_after() -> None:
 
 def test_what_was_queued_behind_a_failure_fails_alike_and_what_comes_after_it_was_told_runs() -> None:
     """Also where what was queued behind has still to fail when the next job is handed in."""
-    thread: StepThread[None] = StepThread()
+    thread = StepThread()
     may_fail, ran = threading.Event(), []
 
     def fail() -> None:
@@ -71,7 +71,7 @@ def test_it_computes_with_as_many_threads_as_its_maker() -> None:
     try:
         for number in (2, 3):
             torch.set_num_threads(number)
-            thread: StepThread[int] = StepThread()
+            thread = StepThread()
             assert thread.submit(torch.get_num_threads).wait() == number
             thread.close()
     finally:
@@ -79,7 +79,7 @@ def test_it_computes_with_as_many_threads_as_its_maker() -> None:
 
 
 def test_it_ends_with_its_owner() -> None:
-    thread: StepThread[torch.Tensor] = StepThread()
+    thread = StepThread()
     thread.submit(lambda: torch.zeros(3)).wait()
     assert step_thread_ident() is not None
     del thread
