@@ -122,7 +122,7 @@ def compare_backends(context: RankContext) -> None:
     """NCCL, gloo, symmetric memory in both forms, and the tree on the CPU."""
     keep_multicast_off()
     lengths = (1, 77, 2048, 3 * 2048 + 16, LARGE)
-    usual_bytes = all_reduce_module.ONE_SHOT_BYTES
+    usual = all_reduce_module.gathers_whole
     for part_dtype, out_dtype in ((BF16, BF16), (FP32, BF16), (FP32, FP32)):
         peers = open_peers(
             context,
@@ -141,13 +141,13 @@ def compare_backends(context: RankContext) -> None:
                 part = parts[context.rank].contiguous()
                 label = f"{kind}, {length} elements of {part_dtype} to {out_dtype}"
                 on_gpu = part.to(peers.device)
-                for one_shot_bytes in (0, 1 << 30):
-                    all_reduce_module.ONE_SHOT_BYTES = one_shot_bytes
+                for whole in (False, True):
+                    all_reduce_module.gathers_whole = lambda _, whole=whole: whole
                     assert_bits_equal(all_reduce(part, context.group, out_dtype), expected, f"{label}, gloo")
                     assert_bits_equal(
                         all_reduce(on_gpu, by_nccl, out_dtype).cpu(), expected, f"{label}, NCCL"
                     )
-                all_reduce_module.ONE_SHOT_BYTES = usual_bytes
+                all_reduce_module.gathers_whole = usual
                 for one_shot, before in ((True, None), (False, residual)):
                     reducer.part(length).copy_(on_gpu)
                     onto = None if before is None else before.to(peers.device)
