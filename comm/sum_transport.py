@@ -1,8 +1,8 @@
 """Whether a tensor-parallel group adds parts, how these travel, and why: the one place that decides it. Pure, no torch.
 
 The engine asks with what it finds on its machine (tensor_parallel.py, all_reduce.py, layers/row_parallel.py,
-layers/shard_sum.py), the planner with what a fleet would have (planner/tp_cost.py). The tree is one, so how parts travel
-changes no bit.
+layers/shard_sum.py), the planner with what a fleet would have (planner/tp_cost.py). The tree is one, so how parts
+travel changes no bit.
 """
 
 from __future__ import annotations
