@@ -1,4 +1,7 @@
-"""Times of a group's sums: the engine's own calls by both transports, over the interpreter and files for memory."""
+"""Times of a group's sums: the engine's own calls by both transports, over the interpreter and files for memory.
+
+On GPUs: tests/e2e/test_multi_gpu.py.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,8 @@ from moe_runtime.planner.sum_times import gpu_sum_times
 from tests.model_shapes import QWEN3_30B_A3B
 from tests.moe_runtime.layers.test_shard_sum import SharedRegions
 from tests.ranks import RankContext
+
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="files stand for the GPUs' memory")
 
 HIDDEN, ROWS = 64, (1, 40)
 ONE_SHOT_BYTES = 4 * HIDDEN * 8
