@@ -26,7 +26,8 @@ from rank_timing import Ranks
 
 from moe_runtime.comm.symmetric_all_reduce import SymmetricAllReduce
 from moe_runtime.comm.symmetric_memory import SymmetricSpace, carved_bytes
-from moe_runtime.kernels.all_reduce_triton import AllReduceSchedule, all_reduce_reference, prefers_one_shot
+from moe_runtime.kernels.all_reduce_form import prefers_one_shot, received_bytes
+from moe_runtime.kernels.all_reduce_triton import AllReduceSchedule, all_reduce_reference
 from moe_runtime.kernels.peer_flags_triton import PeerFlags, count_step
 
 LINK_GBPS = 365.0
@@ -48,9 +49,9 @@ Row = dict[str, Any]
 
 def floor_us(num_elements: int, part_dtype: torch.dtype, size: int) -> float:
     """What a rank must receive: all other parts, or a slice of them and the others' slices of the bf16 sum."""
-    one_shot = (size - 1) * num_elements * part_dtype.itemsize
-    exchange = (size - 1) / size * num_elements * (part_dtype.itemsize + torch.bfloat16.itemsize)
-    return min(one_shot, exchange) / (LINK_GBPS * 1e3)
+    part, total = num_elements * part_dtype.itemsize, num_elements * torch.bfloat16.itemsize
+    fewest = min(received_bytes(part, total, size, one_shot=one_shot) for one_shot in (True, False))
+    return fewest / (LINK_GBPS * 1e3)
 
 
 def measure_ours(

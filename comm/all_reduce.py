@@ -13,12 +13,10 @@ from __future__ import annotations
 import torch
 
 from moe_runtime.comm.groups import RankGroup
+from moe_runtime.comm.sum_transport import gathers_whole
 from moe_runtime.kernels.trees import tree_sum
 
-__all__ = ["ONE_SHOT_BYTES", "all_reduce"]
-
-ONE_SHOT_BYTES = 1 << 16
-"""Largest part that is gathered whole."""
+__all__ = ["all_reduce"]
 
 
 def all_reduce(part: torch.Tensor, group: RankGroup, out_dtype: torch.dtype) -> torch.Tensor:
@@ -32,7 +30,7 @@ def all_reduce(part: torch.Tensor, group: RankGroup, out_dtype: torch.dtype) -> 
     Returns:
         The sum, the same bits on every rank.
     """
-    if group.size == 1 or part.numel() * part.element_size() <= ONE_SHOT_BYTES:
+    if group.size == 1 or gathers_whole(part.numel() * part.element_size()):
         return _fold(group.all_gather(part), out_dtype)
     flat = part.contiguous().view(-1)
     bounds = [flat.numel() * rank // group.size for rank in range(group.size + 1)]

@@ -17,12 +17,8 @@ import torch
 
 from moe_runtime.comm.exchange_bytes import ALL_REDUCE_SETS, all_reduce_bytes, all_reduce_channels
 from moe_runtime.comm.symmetric_memory import SymmetricSpace
-from moe_runtime.kernels.all_reduce_triton import (
-    AllReduceSchedule,
-    all_reduce_exchange,
-    all_reduce_one_shot,
-    prefers_one_shot,
-)
+from moe_runtime.kernels.all_reduce_form import prefers_one_shot
+from moe_runtime.kernels.all_reduce_triton import AllReduceSchedule, all_reduce_exchange, all_reduce_one_shot
 from moe_runtime.kernels.peer_flags_triton import PeerFlags, peer_barrier
 
 __all__ = ["SymmetricAllReduce"]

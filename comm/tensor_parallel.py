@@ -22,13 +22,11 @@ import torch
 import torch.distributed as dist
 
 from moe_runtime.comm.groups import RankGroup
+from moe_runtime.comm.sum_transport import gpu_sum_transport
 from moe_runtime.comm.symmetric_memory import peer_access_fault
 from moe_runtime.comm.transports import EXCHANGE_TIMEOUT_S, DispatcherName, TransportName, open_transport
 
 __all__ = ["TensorParallel", "check_tp", "open_tensor_parallel"]
-
-MAX_SUMMING_RANKS = 16
-"""As kernels/all_reduce_triton.py has it; named here too, for CPU machines may lack Triton."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,13 +213,7 @@ def _opened(
     name, reason = found.name, found.reason
     if device is not None and device.type == "cuda":
         fault = "" if wanted == "collective" else peer_access_fault(group, device)
-        if group.size > MAX_SUMMING_RANKS and not fault:
-            fault = f"sums out of the peers' memory are for at most {MAX_SUMMING_RANKS} ranks"
-        if fault and wanted == "symmetric":
-            raise ValueError(f"dispatcher (symmetric) must be collective or auto here: {fault}")
-        name = "collective" if fault or wanted == "collective" else "symmetric"
-        if wanted != "collective":
-            reason = fault or "every GPU of the group reaches the memory of all others"
+        name, reason = gpu_sum_transport(group.size, wanted, fault)
     return TensorParallel(group=found.group, transport=name, reason=reason)
 
 

@@ -36,25 +36,18 @@ import torch
 import triton
 import triton.language as tl
 
+from moe_runtime.kernels.all_reduce_form import MAX_RANKS
 from moe_runtime.kernels.peer_flags_triton import PeerFlags, await_flags, peer_barrier, raise_flags
 from moe_runtime.kernels.trees import tree_sum
 from moe_runtime.kernels.triton_launch import INTERPRETED, launch_options, wait_for_previous
 
 __all__ = [
-    "MAX_RANKS",
-    "ONE_SHOT_BYTES",
     "AllReduceSchedule",
     "all_reduce_exchange",
     "all_reduce_one_shot",
     "all_reduce_reference",
-    "prefers_one_shot",
     "schedule_for",
 ]
-
-MAX_RANKS = 16
-
-ONE_SHOT_BYTES = 1 << 20
-"""Most bytes that a rank reads from others in the one-shot form (two H200, NVLink: the forms meet near here)."""
 
 SLICE_ALIGNMENT = 16  # elements: vectors of 16 bytes for every dtype
 
@@ -81,11 +74,6 @@ def schedule_for(num_elements: int) -> AllReduceSchedule:
     if num_elements <= 1 << 19:
         return AllReduceSchedule(block=2048, num_warps=4, max_programs=256)
     return AllReduceSchedule(block=4096, num_warps=8, max_programs=256)
-
-
-def prefers_one_shot(num_bytes: int, size: int) -> bool:
-    """Whether a part of so many bytes goes in one shot; a choice of speed alone."""
-    return num_bytes * (size - 1) <= ONE_SHOT_BYTES
 
 
 def all_reduce_one_shot(

@@ -1,4 +1,4 @@
-"""Times kernels, or between CPU ranks exchanges, on the machine at hand, and writes a device file for the planner.
+"""Times kernels, or between ranks what they exchange, on the machine at hand, and writes a device file for the planner.
 
 Exit codes: 0 written, 2 usage.
 """
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.transports import open_transport
 from moe_runtime.engine.llm import LLM
 from moe_runtime.errors import CheckpointError
@@ -28,6 +29,7 @@ from moe_runtime.planner.config import CalibrateConfig
 from moe_runtime.planner.cpu_times import cpu_kernel_times
 from moe_runtime.planner.exchange_times import cpu_exchange_times, gpu_exchange_rows
 from moe_runtime.planner.shape_configs import load_shape
+from moe_runtime.planner.sum_times import gpu_sum_times
 
 __all__ = ["main"]
 
@@ -41,15 +43,11 @@ def main(args: Sequence[str] | None = None) -> int:
         on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
         if on_gpu and not torch.cuda.is_available():
             raise ValueError("device (cuda) must be cpu here: torch sees no GPU")
-        if on_gpu and group.size > 1:
-            raise ValueError(
-                "calibrate times a GPU's kernels in one process; exchanges come by dispatch_results"
-            )
         base = base_of(config.like or ("h200" if on_gpu else "cpu"))
         software = f"torch {torch.__version__}, Python {platform.python_version()}"
         shape = load_shape(config.model)
         if on_gpu:
-            content = _gpu(config, base, software)
+            content = _gpu(config, base, software, group)
         else:
             kernels: Sequence[Any] = ()
             exchange: list[Any] = []
@@ -78,23 +76,31 @@ def main(args: Sequence[str] | None = None) -> int:
     return EXIT_OK
 
 
-def _gpu(config: CalibrateConfig, base: dict[str, Any], software: str) -> dict[str, Any]:
+def _gpu(config: CalibrateConfig, base: dict[str, Any], software: str, group: RankGroup) -> dict[str, Any]:
+    """Kernels by a process alone, the sums of a tensor-parallel group by torchrun's ranks."""
     try:
         import triton  # noqa: F401
     except ModuleNotFoundError:
         raise ValueError("calibrating a GPU needs Triton: install moe-runtime[gpu]") from None
-    from moe_runtime.planner.gpu_times import attained_rates, gpu_kernel_times
-    from moe_runtime.planner.kernel_cases import Cases, setting_of
-
     shape = load_shape(config.model)
     if shape.attention.kind != "gqa" or shape.dtype != "bfloat16":
         raise ValueError(f"model ({config.model}) must be one in bfloat16 that the GPU path runs")
+    exchange = () if config.dispatch_results is None else gpu_exchange_rows(config.dispatch_results)
+    kernels: Sequence[Any] = ()
+    sums: Sequence[Any] = ()
+    rates: dict[str, float] = {}
+    device = torch.device("cuda", torch.cuda.current_device())
     torch.manual_seed(0)
     with torch.inference_mode():
-        rates = attained_rates()
-        cases = Cases(setting_of(shape), torch.device("cuda"))
-        kernels = list(gpu_kernel_times(shape, cases))
-    properties = torch.cuda.get_device_properties(0)
+        if group.size == 1:
+            from moe_runtime.planner.gpu_times import attained_rates, gpu_kernel_times
+            from moe_runtime.planner.kernel_cases import Cases, setting_of
+
+            rates = attained_rates()
+            kernels = list(gpu_kernel_times(shape, Cases(setting_of(shape), device)))
+        else:
+            sums = list(gpu_sum_times(group, shape, device))
+    properties = torch.cuda.get_device_properties(device)
     return device_file(
         base,
         name=config.output.stem,
@@ -103,7 +109,8 @@ def _gpu(config: CalibrateConfig, base: dict[str, Any], software: str) -> dict[s
         memory_bytes=properties.total_memory,
         num_multiprocessors=properties.multi_processor_count,
         kernels=kernels,
-        exchange=() if config.dispatch_results is None else gpu_exchange_rows(config.dispatch_results),
+        exchange=exchange,
+        all_reduce=sums,
         attained=rates,
     )
 

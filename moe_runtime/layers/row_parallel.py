@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 
 from moe_runtime.comm.all_reduce import all_reduce
+from moe_runtime.comm.sum_transport import has_parts_to_add
 from moe_runtime.comm.tensor_parallel import TensorParallel
 from moe_runtime.kernels.gemm import PARTS, PackedWeight, linear, linear_fp32, pack_weight
 
@@ -80,4 +81,4 @@ def row_parallel_shape(num_in: int, num_out: int, tp: int, level: Level) -> tupl
 
 def adds_shards(tp: int, level: Level) -> bool:
     """Whether ranks add the sums of their shards of K; else they gather features."""
-    return tp > 1 and (level == "batch" or tp == PARTS["row"])
+    return has_parts_to_add(tp, level, PARTS["row"])

@@ -24,6 +24,7 @@ from moe_runtime.comm.collective_exchange import rehearsal_group
 from moe_runtime.comm.exchange_bytes import shard_sum_bytes
 from moe_runtime.comm.flag_report import FlagReader
 from moe_runtime.comm.groups import RankGroup
+from moe_runtime.comm.sum_transport import adds_from_peers
 from moe_runtime.comm.symmetric_all_reduce import SymmetricAllReduce
 from moe_runtime.comm.symmetric_memory import SymmetricSpace
 from moe_runtime.comm.tensor_parallel import TensorParallel
@@ -201,7 +202,7 @@ def open_shard_sum(
         ValueError: the ranks cannot map each other's memory.
     """
     group = tensor_parallel.group
-    if group.size == 1 or not _is_symmetric(tensor_parallel, device):
+    if not adds_from_peers(tensor_parallel.transport, device.type, group.size):
         return CollectiveShardSum(replace(group, links=None), hidden, dtype, device)
     num_bytes = shard_sum_bytes(group.size, hidden, num_layers, max_rows, dtype.itemsize)
     space = SymmetricSpace.connect(group, num_bytes, device)
@@ -220,11 +221,6 @@ def open_shard_sum(
     made.connect()
     logger.info("buffers of tensor parallelism for %d tokens: %.1f MiB", max_rows, made.num_bytes / 2**20)
     return made
-
-
-def _is_symmetric(tensor_parallel: TensorParallel, device: torch.device) -> bool:
-    """Whether the group's kernels reach each other's memory; that of CPU ranks is reached by copies."""
-    return tensor_parallel.transport == "symmetric" and device.type == "cuda"
 
 
 def _name_of(channel: int) -> str:

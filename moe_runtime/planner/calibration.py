@@ -39,6 +39,7 @@ def device_file(
     num_multiprocessors: int,
     kernels: Sequence[_Row] = (),
     exchange: Sequence[_Row] = (),
+    all_reduce: Sequence[_Row] = (),
     attained: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
     """What to write.
@@ -50,6 +51,7 @@ def device_file(
         memory_bytes, num_multiprocessors: As the machine reports them.
         kernels: Times of kernels; empty keeps the base's.
         exchange: Times of exchanges; those of the base with another transport or number of ranks stay.
+        all_reduce: Times of a group's sums; those of the base with other numbers of ranks stay.
         attained: Measured rates by figure, such as ``attained_memory_gbps``.
     """
     figures = {key: dict(value) for key, value in base["figures"].items()}
@@ -64,6 +66,7 @@ def device_file(
         "name": name,
         "title": title,
         "num_multiprocessors": num_multiprocessors,
+        "num_multiprocessors_source": f"measured: what the system reports; {software}",
         "figures": figures,
     }
     made.pop("not_run_reason", None)
@@ -74,6 +77,10 @@ def device_file(
         timed = {(row["transport"], row["ep_size"]) for row in exchange}
         kept = [row for row in base.get("exchange", ()) if (row["transport"], row["ep_size"]) not in timed]
         made |= {"exchange": [*kept, *exchange], "exchange_source": source}
+    if all_reduce:
+        sizes = {row["ranks"] for row in all_reduce}
+        kept = [row for row in base.get("all_reduce", ()) if row["ranks"] not in sizes]
+        made |= {"all_reduce": [*kept, *all_reduce], "all_reduce_source": source}
     if kernels and exchange:
         made.pop("efficiency_of", None)
     read_hardware(made)  # what is written can be read

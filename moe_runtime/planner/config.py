@@ -173,8 +173,9 @@ class PlanConfig:
 class CalibrateConfig:
     """Time this runtime's kernels and transports on the machine at hand, and write a file for ``plan --gpu FILE``.
 
-    One process times the kernels. On CPUs, torchrun's ranks time the exchange of rows between them instead, and add it
-    to what ``--like`` holds. Weights are random. On a GPU compilation takes most of the time.
+    One process times the kernels. torchrun's ranks time what they exchange instead, and add it to what ``--like``
+    holds: on CPUs rows to experts and home, on the GPUs of a host the sums of a tensor-parallel group. Weights are
+    random. On a GPU compilation takes most of the time.
 
     Attributes:
         output: File to write.

@@ -15,11 +15,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from moe_runtime.planner.exchange_cost import ExchangeCost, Transport, all_gather_us, transport_of
+from moe_runtime.comm.sum_transport import has_parts_to_add
+from moe_runtime.planner.exchange_cost import ExchangeCost, Transport, transport_of
 from moe_runtime.planner.hardware import Hardware
 from moe_runtime.planner.roofline import FloatArray, kernel_curves
 from moe_runtime.planner.routing_load import peak_experts, peak_pairs
 from moe_runtime.planner.shapes import ModelShape
+from moe_runtime.planner.tp_cost import TensorParallelCost
 
 __all__ = ["BoolArray", "CostModel", "ScheduledTokens", "StepCost", "StepLoad", "Topology", "causal_pairs"]
 
@@ -64,8 +66,8 @@ class Topology:
 
     @property
     def adds_shards(self) -> bool:
-        """Whether ranks of a group add the sums of their shards, by the rule of layers/row_parallel.py."""
-        return self.tp > 1 and (self.tp == ROW_PARTS or self.level != "topology")
+        """Whether ranks of a group add the sums of their shards, by the engine's rule."""
+        return has_parts_to_add(self.tp, self.level, ROW_PARTS)
 
     @property
     def presums(self) -> bool:
@@ -140,6 +142,14 @@ class CostModel:
             dispatch_item_bytes=topology.dispatch_item_bytes,
             max_nodes=topology.max_nodes,
         )
+        self.tensor_parallel = TensorParallelCost(
+            shape,
+            hardware,
+            topology.tp,
+            adds_shards=topology.adds_shards,
+            transport=topology.transport,
+            small_kernel_us=self.small_kernel_us,
+        )
         self._host = np.array([(row["rows"], row["us"]) for row in hardware.host], dtype=np.float64)
         self._row_us: dict[tuple[int, bool], float] = {}
         self._expert_us: dict[tuple[int, int, float], float] = {}
@@ -161,7 +171,7 @@ class CostModel:
             **self._ends(rows, load.wanted_rows),
         }
         if self.topology.tp > 1:
-            device["tp collectives"] = self._tp_us(rows, load.wanted_rows)
+            device |= self._tp(rows, load.wanted_rows)
         return StepCost(
             device_us=device,
             host_us=self.host_us(rows),
@@ -268,7 +278,7 @@ class CostModel:
             "kernels": kernels,
             "exchange": self.exchange.source,
             "host": self.hardware.sources.get("host", "modelled: not counted"),
-            "tp collectives": "measured: NCCL on one node of H200, ai-dynamo/aiconfigurator (Apache-2.0)",
+            **self.tensor_parallel.sources(),
             "peaks of routing": "modelled: uniform routing by chance, and balancedness",
         }
 
@@ -423,19 +433,13 @@ class CostModel:
             "sampling": np.where(wanted > 0, sampling, 0.0),
         }
 
-    def _tp_us(self, rows: FloatArray, wanted: FloatArray) -> FloatArray:
-        """A group's own moves, all NCCL: features or parts of o_proj, rows after the experts, logits."""
-        shape, tp = self.shape, self.topology.tp
-        row = rows * shape.hidden
-        if self.topology.adds_shards:
-            project_us = all_gather_us(row * 4 * tp, tp, self.hardware)  # one fp32 part a rank
-        else:
-            features = rows * shape.attention.output_width * shape.activation_bytes
-            project_us = all_gather_us(features, tp, self.hardware)
-            project_us = project_us + all_gather_us(row * shape.activation_bytes, tp, self.hardware)
-        back_us = all_gather_us(row * shape.activation_bytes, tp, self.hardware)
-        ends_us = all_gather_us(wanted * shape.vocab * 4, tp, self.hardware) + back_us
-        return shape.num_layers * (project_us + back_us) + ends_us
+    def _tp(self, rows: FloatArray, wanted: FloatArray) -> dict[str, FloatArray]:
+        """What a group adds and moves of its own; parts of o_proj, and of down projections that are sharded."""
+        num_sums = self.shape.num_layers + self.shape.num_dense_layers
+        return {
+            "tp sums": num_sums * self.tensor_parallel.sums_us(rows),
+            "tp moves": self.tensor_parallel.moves_us(rows, wanted),
+        }
 
     # -- single steps, with what recurs kept --------------------------------------------------------------------------
 
@@ -455,7 +459,7 @@ class CostModel:
             self._row_us[key] = float(ends["lm_head"] + ends["sampling"])
         found += self._row_us[key]
         if self.topology.tp > 1:
-            found += float(self._tp_us(_number(rows), _number(wanted)))
+            found += float(sum(self._tp(_number(rows), _number(wanted)).values()))
         return found
 
     def _experts_us(self, rows: int, total: int, balancedness: float) -> float:

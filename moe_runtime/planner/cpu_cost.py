@@ -126,9 +126,9 @@ class CpuCostModel(CostModel):
             "sampling": np.zeros_like(us),
         }
 
-    def _tp_us(self, rows: FloatArray, wanted: FloatArray) -> FloatArray:
+    def _tp(self, rows: FloatArray, wanted: FloatArray) -> dict[str, FloatArray]:
         """Three exchanges of the group's own in a layer, as dear as any."""
-        return 3 * self.shape.num_layers * self.exchange.us(np.asarray(rows))
+        return {"tp collectives": 3 * self.shape.num_layers * self.exchange.us(np.asarray(rows))}
 
     @staticmethod
     def _tiles(pairs: FloatArray, num_experts: int) -> FloatArray:

@@ -1,4 +1,4 @@
-"""Time of moving rows between ranks: to the experts and home, and inside tensor-parallel groups. numpy only.
+"""Time of moving rows between ranks, to the experts and home; NCCL's all-to-all. numpy only.
 
 Where rows go: to each of the distinct ranks that a token's experts are on, once; home, one row per (token, slot)
 unreduced, or one per (token, rank) where ranks pre-sum. Inside a node the runtime's own exchange, by times of it alone
@@ -18,7 +18,7 @@ from moe_runtime.planner.roofline import Curve, FloatArray
 from moe_runtime.planner.routing_load import distinct_ranks
 from moe_runtime.planner.shapes import ModelShape
 
-__all__ = ["ExchangeCost", "Transport", "all_gather_us", "exchange_bytes", "transport_of"]
+__all__ = ["PEER_FLAG_US", "ExchangeCost", "Transport", "all_to_all_us", "exchange_bytes", "transport_of"]
 
 Transport = Literal["none", "symmetric", "collective", "deepep"]
 
@@ -26,6 +26,8 @@ LOW_LATENCY_ROWS = 256
 """Most tokens of a rank in DeepEP's low-latency mode."""
 PEER_FLAG_US = 0.35
 """Modelled: what each doubling of the ranks beyond two adds to two waits for flags."""
+PUBLIC_LINK_GBPS = 450.0
+"""Of the H200s that NCCL was timed on, one direction."""
 PUBLIC_TOKENS, PUBLIC_HIDDEN, PUBLIC_TOPK, PUBLIC_NETWORK_GBPS = 128, 7168, 8, 50.0
 ACROSS_LATENCY_US = 30.0
 """Modelled: of a normal-mode call across nodes; 26 us is what one takes inside a node at one token."""
@@ -93,7 +95,7 @@ class ExchangeCost:
             return self._measured_us(rows)
         assert self._curve is not None, "symmetric exchanges have a curve"
         num_bytes = rows * (self.bytes_out + self.bytes_home)
-        floor_us = num_bytes / (self.hardware["attained_node_link_gbps"] * 1e3)
+        floor_us = num_bytes / self.hardware.node_link_bytes_per_us(self.ep_size)
         us = self._curve.us(num_bytes, floor_us) + 2 * self.small_kernel_us
         us += PEER_FLAG_US * np.log2(self.ep_size / 2)
         if self.presums:  # a kernel of its own reads the slots that the rank holds and adds them
@@ -161,11 +163,11 @@ class ExchangeCost:
         return self.hardware.sources.get("exchange", "modelled: the link's datasheet rate")
 
 
-def all_gather_us(num_bytes: FloatArray, num_ranks: int, hardware: Hardware) -> FloatArray:
-    """NCCL's all-gather of ``num_bytes`` in all over the ranks of a node; public figures of an H200.
+def all_to_all_us(num_bytes: FloatArray, num_ranks: int, hardware: Hardware) -> FloatArray:
+    """NCCL's all-to-all between the ranks of a node; public figures of an H200.
 
     Args:
-        num_bytes: Of the gathered whole.
+        num_bytes: That a rank sends, its own share included.
         num_ranks: Taken as the next of 2, 4 and 8.
         hardware: Its link's rate scales what lies beyond the latency.
     """
@@ -175,18 +177,18 @@ def all_gather_us(num_bytes: FloatArray, num_ranks: int, hardware: Hardware) -> 
     found = np.interp(np.log(np.maximum(num_bytes, 1.0)), keys, us)
     found = np.maximum(found, us[-1] * num_bytes / np.exp(keys[-1]))
     latency_us = float(us[0])
-    us_here: FloatArray = latency_us + np.maximum(found - latency_us, 0) * (
-        450.0 / hardware["node_link_gbps"]
-    )
+    here = hardware["node_link_gbps"] * hardware.node_link_share(num_ranks)
+    us_here: FloatArray = latency_us + np.maximum(found - latency_us, 0) * (PUBLIC_LINK_GBPS / here)
     return us_here
 
 
 @cache
 def _nccl_points(num_ranks: int) -> tuple[FloatArray, FloatArray]:
-    """Logarithms of bytes, ascending, and microseconds."""
-    rows = [row for row in public_tables()["nccl"] if row["op"] == "all_gather" and row["ranks"] == num_ranks]
+    """Logarithms of bytes, and microseconds, both ascending: a larger message is taken to take no less time."""
+    rows = [row for row in public_tables()["nccl"] if row["op"] == "alltoall" and row["ranks"] == num_ranks]
     points = np.array(sorted((row["bytes"], row["us"]) for row in rows), dtype=np.float64)
-    return np.log(points[:, 0]), points[:, 1]
+    smallest_first: FloatArray = np.minimum.accumulate(points[::-1, 1])[::-1]
+    return np.log(points[:, 0]), smallest_first
 
 
 @cache
@@ -200,7 +202,7 @@ def _link_curve(hardware: Hardware) -> Curve:
         return Curve(np.zeros(1), np.ones(1), 5.0, "modelled: the link's datasheet rate, 5 us an exchange")
     num_bytes = np.array([row["bytes_out"] for row in rows], dtype=np.float64)
     us = np.array([row["exposed_us"] for row in rows], dtype=np.float64)
-    floor_us = num_bytes / (hardware["attained_node_link_gbps"] * 1e3)
+    floor_us = num_bytes / [hardware.node_link_bytes_per_us(row["ep_size"]) for row in rows]
     latency_us = float(us[0] - floor_us[0])
     efficiency = floor_us / np.maximum(us - latency_us, 1e-3)
     return Curve(np.log(num_bytes), efficiency, latency_us, hardware.sources["exchange"])

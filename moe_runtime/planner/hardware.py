@@ -62,8 +62,10 @@ class Hardware:
         kernels: Times of kernels alone: objects with ``component``, ``us``, ``bytes``, ``flops`` and ``rows``; experts
             with ``rows_per_expert``.
         exchange: Times of an exchange of rows alone, by transport, EP size and tokens of a rank.
+        all_reduce: Times of a tensor-parallel group's sum alone, by form (tp_cost.py), ranks and bytes of a part.
         host: Host time of a step by rows; empty where it is not known.
-        sources: Of ``kernels``, ``exchange`` and ``host``.
+        link_peers: Peers over whose direct links ``node_link_gbps`` is spread, where no switch lets one have it all.
+        sources: Of ``num_multiprocessors``, ``kernels``, ``exchange``, ``all_reduce`` and ``host``.
         not_run_reason: Why this version of the runtime does not run there; empty where it does.
     """
 
@@ -75,8 +77,10 @@ class Hardware:
     figures: Mapping[str, Figure]
     kernels: tuple[Mapping[str, Any], ...] = ()
     exchange: tuple[Mapping[str, Any], ...] = ()
+    all_reduce: tuple[Mapping[str, Any], ...] = ()
     host: tuple[Mapping[str, Any], ...] = ()
     sources: Mapping[str, str]
+    link_peers: int | None = None
     not_run_reason: str = ""
 
     def __getitem__(self, name: str) -> float:
@@ -94,6 +98,14 @@ class Hardware:
             * 1e6
         )
 
+    def node_link_share(self, num_ranks: int) -> float:
+        """Of the rate between GPUs of a node, what a group of so many ranks has."""
+        return _link_share(self.link_peers, num_ranks)
+
+    def node_link_bytes_per_us(self, num_ranks: int) -> float:
+        """Attained rate out of a GPU, one direction, in a group of so many ranks of a node."""
+        return self["attained_node_link_gbps"] * 1e3 * self.node_link_share(num_ranks)
+
     def uncalibrated(self) -> Hardware:
         """The same device by its datasheet alone: no times of kernels, no attained rates."""
         figures = dict(self.figures)
@@ -101,7 +113,9 @@ class Hardware:
             if name.startswith("attained_"):
                 figures[name] = figures[name.removeprefix("attained_")]
         sources = dict.fromkeys(self.sources, "modelled: the datasheet's rates, 2 us a launch")
-        return replace(self, figures=figures, kernels=(), exchange=(), host=(), sources=sources)
+        return replace(
+            self, figures=figures, kernels=(), exchange=(), all_reduce=(), host=(), sources=sources
+        )
 
 
 def hardware_names() -> list[str]:
@@ -147,21 +161,27 @@ def read_hardware(raw: Any) -> Hardware:
     for name in ("gpus_per_node", "num_multiprocessors"):
         if not isinstance(raw.get(name), int) or raw[name] < 1:
             raise ValueError(f"{name} ({raw.get(name)!r}) must be an integer of at least 1")
+    link_peers = raw.get("link_peers")
+    if link_peers is not None and (type(link_peers) is not int or link_peers < 1):
+        raise ValueError(f"link_peers ({link_peers!r}) must be an integer of at least 1")
     figures = {name: _figure(raw, name, unit) for name, unit in _FIGURES.items()}
-    parts = {name: tuple(raw.get(name, ())) for name in ("kernels", "exchange", "host")}
+    parts = {name: tuple(raw.get(name, ())) for name in ("kernels", "exchange", "all_reduce", "host")}
     parts["exchange"] += tuple(raw.get("collective", ()))
     for name, rows in parts.items():
         for row in rows:
             _check_times(name, row)
-    sources = {name: str(raw.get(f"{name}_source", "")) for name in parts if parts[name]}
+    for row in parts["all_reduce"]:
+        _check_sum(row)
+    with_source = ["num_multiprocessors", *(name for name in parts if parts[name])]
+    sources = {name: str(raw.get(f"{name}_source", "")) for name in with_source}
     for name, source in sources.items():
         if source.split(":")[0] not in SOURCES:
             raise ValueError(f"{name}_source ({source!r}) must begin with one of {', '.join(SOURCES)}")
     if "efficiency_of" in raw:
         other = load_hardware(str(raw["efficiency_of"]))
         for name in parts:
-            if not parts[name]:
-                parts[name] = _scaled(getattr(other, name), other, figures)
+            if not parts[name] and getattr(other, name):
+                parts[name] = _scaled(getattr(other, name), other, figures, link_peers)
                 sources[name] = (
                     f"modelled: {other.name}'s efficiency at this device's rates ({other.sources[name]})"
                 )
@@ -173,6 +193,7 @@ def read_hardware(raw: Any) -> Hardware:
         num_multiprocessors=raw["num_multiprocessors"],
         figures=figures,
         sources=sources,
+        link_peers=link_peers,
         not_run_reason=str(raw.get("not_run_reason", "")),
         **parts,
     )
@@ -215,14 +236,35 @@ def _check_times(part: str, row: Any) -> None:
         raise ValueError(f"{part}: us ({row.get('us')!r}) must be positive, in {row!r}")
 
 
+def _check_sum(row: Mapping[str, Any]) -> None:
+    if row.get("form") not in ("one_shot", "exchange", "collective"):
+        raise ValueError(f"all_reduce: form ({row.get('form')!r}) must be one_shot, exchange or collective")
+    for name, least in (("ranks", 2), ("part_bytes", 1)):
+        value = row.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < least:
+            raise ValueError(f"all_reduce: {name} ({value!r}) must be a number of at least {least}")
+
+
+def _link_share(link_peers: int | None, num_ranks: int) -> float:
+    return min(1.0, (num_ranks - 1) / link_peers) if link_peers else 1.0
+
+
 def _scaled(
-    rows: tuple[Mapping[str, Any], ...], other: Hardware, figures: Mapping[str, Figure]
+    rows: tuple[Mapping[str, Any], ...],
+    other: Hardware,
+    figures: Mapping[str, Figure],
+    link_peers: int | None,
 ) -> tuple[Mapping[str, Any], ...]:
     """Times of another device with the bytes and products that this one would do in them."""
     memory = figures["attained_memory_gbps"].value / other["attained_memory_gbps"]
     products = figures["attained_bf16_tflops"].value / other["attained_bf16_tflops"]
-    link = figures["attained_node_link_gbps"].value / other["attained_node_link_gbps"]
-    scale = {"bytes": memory, "flops": products, "bytes_out": link, "presum_bytes_out": link}
-    return tuple(
-        {key: value * scale[key] if key in scale else value for key, value in row.items()} for row in rows
-    )
+
+    def scaled(row: Mapping[str, Any]) -> Mapping[str, Any]:
+        num_ranks = row.get("ranks", row.get("ep_size", 2))
+        link = figures["attained_node_link_gbps"].value * _link_share(link_peers, num_ranks) * 1e3
+        link /= other.node_link_bytes_per_us(num_ranks)
+        scale = {"bytes": memory, "flops": products}
+        scale |= dict.fromkeys(("bytes_out", "presum_bytes_out", "part_bytes"), link)
+        return {key: value * scale[key] if key in scale else value for key, value in row.items()}
+
+    return tuple(scaled(row) for row in rows)

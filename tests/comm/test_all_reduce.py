@@ -27,8 +27,9 @@ def reduce_all(
     context: RankContext, transport: DispatcherName, one_shot_bytes: int | None
 ) -> list[torch.Tensor]:
     group = open_transport(context.group, transport).group
-    usual = all_reduce_module.ONE_SHOT_BYTES
-    all_reduce_module.ONE_SHOT_BYTES = usual if one_shot_bytes is None else one_shot_bytes
+    usual = all_reduce_module.gathers_whole
+    if one_shot_bytes is not None:
+        all_reduce_module.gathers_whole = lambda part_bytes: part_bytes <= one_shot_bytes
     try:
         results = []
         for kind, shape in CASES:
@@ -37,7 +38,7 @@ def reduce_all(
             results.append(all_reduce(part.bfloat16(), group, torch.float32))
             results.append(all_reduce(part, group, torch.bfloat16))
     finally:
-        all_reduce_module.ONE_SHOT_BYTES = usual
+        all_reduce_module.gathers_whole = usual
     return results
 
 

@@ -111,11 +111,6 @@ def test_what_moves_a_group_s_sums_and_why(ranks):
     )
 
 
-def test_the_largest_group_is_that_of_the_kernels():
-    kernels = pytest.importorskip("moe_runtime.kernels.all_reduce_triton")
-    assert tensor_parallel.MAX_SUMMING_RANKS == kernels.MAX_RANKS
-
-
 def leave(context: RankContext) -> str:
     """Rank 3 of the world, rank 1 of its group, goes; the other of its group is told by whom."""
     view = open_tensor_parallel(context.group, 2, "symmetric")

@@ -35,9 +35,13 @@ from moe_runtime.kernels.all_reduce_triton import _pause, all_reduce_reference
 from moe_runtime.kernels.peer_flags_triton import PeerFlags, count_step, peer_barrier
 from moe_runtime.kernels.trees import tree_sum
 from moe_runtime.layers.shard_sum import CollectiveShardSum, ShardSum, SymmetricShardSum, open_shard_sum
+from moe_runtime.planner import sum_times
+from moe_runtime.planner.shape_configs import read_shape
+from moe_runtime.planner.sum_times import gpu_sum_times
 from tests.benchmark_modules import load_benchmark_module
 from tests.bits import HOSTILE_KINDS, assert_bits_equal, hostile
 from tests.gpu_ranks import NUM_GPUS, captured, gpu_ranks
+from tests.model_shapes import QWEN3_30B_A3B
 from tests.ranks import RankContext
 
 draw_pauses = load_benchmark_module("dispatch_race").draw_pauses
@@ -122,7 +126,7 @@ def compare_backends(context: RankContext) -> None:
     """NCCL, gloo, symmetric memory in both forms, and the tree on the CPU."""
     keep_multicast_off()
     lengths = (1, 77, 2048, 3 * 2048 + 16, LARGE)
-    usual_bytes = all_reduce_module.ONE_SHOT_BYTES
+    usual = all_reduce_module.gathers_whole
     for part_dtype, out_dtype in ((BF16, BF16), (FP32, BF16), (FP32, FP32)):
         peers = open_peers(
             context,
@@ -141,13 +145,13 @@ def compare_backends(context: RankContext) -> None:
                 part = parts[context.rank].contiguous()
                 label = f"{kind}, {length} elements of {part_dtype} to {out_dtype}"
                 on_gpu = part.to(peers.device)
-                for one_shot_bytes in (0, 1 << 30):
-                    all_reduce_module.ONE_SHOT_BYTES = one_shot_bytes
+                for whole in (False, True):
+                    all_reduce_module.gathers_whole = lambda _, whole=whole: whole
                     assert_bits_equal(all_reduce(part, context.group, out_dtype), expected, f"{label}, gloo")
                     assert_bits_equal(
                         all_reduce(on_gpu, by_nccl, out_dtype).cpu(), expected, f"{label}, NCCL"
                     )
-                all_reduce_module.ONE_SHOT_BYTES = usual_bytes
+                all_reduce_module.gathers_whole = usual
                 for one_shot, before in ((True, None), (False, residual)):
                     reducer.part(length).copy_(on_gpu)
                     onto = None if before is None else before.to(peers.device)
@@ -218,6 +222,30 @@ def compare_shard_sums(context: RankContext, captured_too: bool) -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_sums_of_the_engine_have_the_bits_of_the_tree(ranks, size, captured_too):
     ranks(size, compare_shard_sums, captured_too)
+
+
+def time_shard_sums(context: RankContext) -> list[dict[str, Any]]:
+    """As ``moe-runtime calibrate`` does under torchrun."""
+    keep_multicast_off()
+    device = torch.device("cuda", context.rank)
+    torch.cuda.set_device(device)
+    both = dist.new_group(backend="cpu:gloo,cuda:nccl")
+    group = replace(context.group, process_group=both)
+    rows = list(gpu_sum_times(group, read_shape(QWEN3_30B_A3B), device))
+    context.group.all_gather_bytes(b"")
+    dist.destroy_process_group(both)
+    return rows
+
+
+def test_sums_are_timed_for_the_planner_and_are_fastest_in_place(ranks):
+    first, second = ranks(2, time_shard_sums)
+    assert first == second
+    times = {(row["form"] == "collective", row["part_bytes"]): row["us"] for row in first}
+    assert len(times) == 2 * len(sum_times.ROWS)
+    assert {row["form"] for row in first} == {"one_shot", "exchange", "collective"}
+    for (is_collective, part_bytes), us in times.items():
+        assert us < 5000
+        assert is_collective or us < times[True, part_bytes]
 
 
 # ---- what a time-out reads

@@ -19,12 +19,10 @@ from moe_runtime.comm import all_reduce as all_reduce_module
 from moe_runtime.comm.symmetric_memory import SymmetricSpace, carved_bytes
 from moe_runtime.kernels import all_reduce_triton
 from moe_runtime.kernels.all_reduce_triton import (
-    ONE_SHOT_BYTES,
     AllReduceSchedule,
     all_reduce_exchange,
     all_reduce_one_shot,
     all_reduce_reference,
-    prefers_one_shot,
     schedule_for,
 )
 from moe_runtime.kernels.peer_flags_triton import PeerFlags
@@ -142,13 +140,6 @@ def test_bits_are_those_of_the_collective_form():
     collective = all_reduce_module._fold(torch.stack(parts), torch.bfloat16)
     for form in FORMS:
         assert_bits_equal(reduce_all(form, parts, torch.bfloat16)[5], collective, form)
-
-
-def test_the_form_follows_from_the_bytes_that_others_send():
-    assert prefers_one_shot(ONE_SHOT_BYTES, 2)
-    assert not prefers_one_shot(ONE_SHOT_BYTES, 3)
-    assert not prefers_one_shot(ONE_SHOT_BYTES + 1, 2)
-    assert prefers_one_shot(1 << 40, 1)
 
 
 @pytest.mark.parametrize("num_elements", [0, 1, 2048, 128 * 2048, 4096 * 2048])

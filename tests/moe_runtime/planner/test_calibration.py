@@ -41,6 +41,16 @@ def test_exchanges_of_other_rank_counts_stay(tmp_path):
     assert len(again["exchange"]) == len(made["exchange"])
 
 
+def test_sums_of_other_rank_counts_stay():
+    new = [{"form": "one_shot", "ranks": 4, "part_bytes": 8192, "us": 4.0}]
+    made = device_file(base_of("h200"), **MACHINE, all_reduce=new)
+    assert {row["ranks"] for row in made["all_reduce"]} == {2, 4}
+    again = device_file(made, **MACHINE, all_reduce=[new[0] | {"us": 5.0}])
+    assert [row["us"] for row in again["all_reduce"] if row["ranks"] == 4] == [5.0]
+    assert again["all_reduce_source"] == "measured: moe-runtime calibrate; Some GPU, torch 2"
+    assert again["num_multiprocessors_source"] == "measured: what the system reports; torch 2"
+
+
 def test_a_base_that_is_not_there_is_refused():
     with pytest.raises(ValueError, match=r"like \('nothing'\) must be one of"):
         base_of("nothing")

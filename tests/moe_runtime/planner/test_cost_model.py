@@ -159,7 +159,13 @@ def test_tensor_parallel_groups_split_weights_and_pay_for_moves():
         prefill_pairs=[np.zeros(1)], total_rows=np.array([32.0]), wanted_rows=np.array([16.0]),
     )  # fmt: skip
     assert four.step_us(load).device_us["attention"] < alone.step_us(load).device_us["attention"]
-    assert four.step_us(load).device_us["tp collectives"] > 0
+    assert four.step_us(load).device_us["tp moves"] > 0
+    assert four.step_us(load).device_us["tp sums"] == 0, "at level topology four ranks gather features"
+    summing = model(8, shape, tp=4, level="batch").step_us(load).device_us
+    num_sums = shape.num_layers + shape.num_dense_layers
+    assert summing["tp sums"] == pytest.approx(
+        num_sums * model(8, shape, tp=4, level="batch").tensor_parallel.sums_us(16.0)
+    )
     assert not four.step_us(load).host_is_hidden
 
 

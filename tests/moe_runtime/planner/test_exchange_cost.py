@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moe_runtime.planner.exchange_cost import ExchangeCost, all_gather_us, exchange_bytes, transport_of
+from moe_runtime.planner.exchange_cost import ExchangeCost, all_to_all_us, exchange_bytes, transport_of
 from moe_runtime.planner.hardware import load_hardware
 from moe_runtime.planner.shape_configs import read_shape
 from tests.model_shapes import DEEPSEEK_V3, QWEN3_30B_A3B
@@ -64,10 +64,10 @@ def test_the_transport_is_what_the_dispatcher_takes():
         cost(4, transport="collective", hardware=H200.uncalibrated()).us(np.array([1.0]))
 
 
-def test_all_gathers_grow_with_bytes_and_ranks():
+def test_all_to_alls_grow_with_bytes_and_ranks():
     sizes = np.array([1e3, 1e6, 1e9])
-    us = all_gather_us(sizes, 2, H200)
+    us = all_to_all_us(sizes, 2, H200)
     assert (np.diff(us) > 0).all()
     assert 100 < 0.5 * 1e9 / (us[2] * 1e3) < 450  # GB/s: half of the whole travels
-    assert (all_gather_us(sizes, 8, H200)[:2] > us[:2]).all()
-    assert not all_gather_us(sizes, 1, H200).any()
+    assert (all_to_all_us(sizes, 8, H200)[:2] > us[:2]).all()
+    assert not all_to_all_us(sizes, 1, H200).any()

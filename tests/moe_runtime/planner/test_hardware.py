@@ -33,9 +33,57 @@ def test_every_figure_has_a_unit_and_a_source(name):
         assert figure.unit in ("bytes", "GB/s", "TFLOP/s")
         assert figure.kind in SOURCES
     assert device.kernels
+    assert device.sources["num_multiprocessors"].split(":")[0] in SOURCES
     assert device.sources["kernels"].split(":")[0] in SOURCES
     for rate in ("memory_gbps", "bf16_tflops", "fp8_tflops", "node_link_gbps"):
         assert device[f"attained_{rate}"] <= device[rate]
+
+
+@pytest.mark.parametrize("name", [name for name in hardware_names() if name != "cpu"])
+def test_what_a_datasheet_says_has_an_address_or_is_said_to_be_unconfirmed(name):
+    device = load_hardware(name)
+    sources = [figure.source for figure in device.figures.values()] + [device.sources["num_multiprocessors"]]
+    for source in sources:
+        if source.startswith("datasheet"):
+            assert "https://" in source or "not confirmed" in source, source
+    for rate in ("bf16_tflops", "fp8_tflops"):
+        words = device.figures[rate].source
+        assert "dense" in words or "no fp8 units" in words
+    assert "one direction" in device.figures["node_link_gbps"].source
+    assert "one direction" in device.figures["network_gbps"].source
+
+
+def test_peaks_are_dense_and_links_one_way():
+    """NVIDIA's and AMD's own figures, as the files' sources have them; with sparsity they would be twice these."""
+    known = {
+        "h100": (3350, 989, 1979, 450, 50),
+        "h200": (4800, 989, 1979, 450, 50),
+        "b200": (7672, 2250, 4500, 900, 50),
+        "a100": (2039, 312, 312, 300, 25),
+        "mi300x": (5300, 1307.4, 2614.9, 448, 50),
+    }
+    names = ("memory_gbps", "bf16_tflops", "fp8_tflops", "node_link_gbps", "network_gbps")
+    for name, values in known.items():
+        assert tuple(load_hardware(name)[figure] for figure in names) == values, name
+    gib = {name: load_hardware(name)["memory_bytes"] / 2**30 for name in (*known, "h800")}
+    assert {name: round(value, 1) for name, value in gib.items()} == {
+        "h100": 79.1, "h200": 139.8, "b200": 178.3, "a100": 79.2, "mi300x": 192.0, "h800": 79.1
+    }  # fmt: skip
+
+
+def test_sums_of_the_h200_are_the_recorded_ones():
+    recorded = json.loads((RESULTS / "all_reduce_h200.json").read_text())
+    times = {
+        (own["form"].replace("-", "_"), 4 * result["shape"][0] * result["shape"][1]): own["us"]
+        for result in recorded["results"]
+        if result["parts"] == "float32"
+        for own in result["ours"]
+        if own["schedule"] == "usual"
+    }
+    assert len(times) == 6
+    assert {(row["form"], row["part_bytes"]): row["us"] for row in RAW["all_reduce"]} == times
+    assert {row["ranks"] for row in RAW["all_reduce"]} == {recorded["ranks"]}
+    assert recorded["commit"] in RAW["all_reduce_source"]
 
 
 def test_kernel_times_of_the_h200_are_the_recorded_ones():
@@ -100,6 +148,13 @@ def test_public_tables_name_their_source():
         (("kernels", 0, "us"), 0, r"kernels: us \(0\) must be positive"),
         (("kernels", 0, "bytes"), float("inf"), r"kernels: bytes \(inf\)"),
         (("kernels", 0), 7, r"kernels must hold objects"),
+        (("num_multiprocessors_source",), "", r"num_multiprocessors_source \(''\) must begin"),
+        (("link_peers",), 0, r"link_peers \(0\) must be an integer of at least 1"),
+        (("link_peers",), True, r"link_peers \(True\)"),
+        (("all_reduce", 0, "form"), "ring", r"all_reduce: form \('ring'\) must be one_shot, exchange or"),
+        (("all_reduce", 0, "ranks"), 1, r"all_reduce: ranks \(1\) must be a number of at least 2"),
+        (("all_reduce", 0, "part_bytes"), None, r"all_reduce: part_bytes \(None\)"),
+        (("all_reduce", 0, "us"), 0, r"all_reduce: us \(0\) must be positive"),
         (("efficiency_of",), "nothing", r"gpu \('nothing'\) must be one of"),
     ],
 )
