@@ -138,6 +138,8 @@ class _Stall:
         moving = [ms for ms, is_active, _ in steps if is_active]
         swaps = [ms for ms, _, has_swapped in steps if has_swapped]
         num_layers = after.num_layers - before.num_layers
+        if not swaps:
+            raise SystemExit(f"{num_layers} layers were swapped, none before a decode step: more --tokens")
         return {
             "num_seqs": self.num_prompts,
             "num_steps": len(still),
@@ -149,6 +151,9 @@ class _Stall:
             "longest_moving_ms": max(moving),
             "median_swap_ms": statistics.median(swaps),
             "longest_swap_ms": max(swaps),
+            "longest_moving_over_median": max(moving) / statistics.median(still),
+            "p99_moving_over_median": float(np.percentile(moving, 99)) / statistics.median(still),
+            "steps_moving": len(moving),
             "rearrangements": after.outcomes.get("succeeded", 0) - before.outcomes.get("succeeded", 0),
             "layers_moved": num_layers,
             "stall_us_per_layer": (after.stall_s - before.stall_s) / max(1, num_layers) * 1e6,

@@ -12,15 +12,15 @@ from functools import cache
 
 import torch
 
-__all__ = ["checksum"]
+__all__ = ["MIX_CONSTANTS", "checksum"]
+
+MIX_CONSTANTS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+"""Key of a word's number, and the factors of both rounds."""
 
 _CHUNK_WORDS = 1 << 18
 """At a time: what stands between the operations stays in a CPU's cache."""
 
-_KEY, _FIRST, _SECOND = (
-    value - (1 << 64) if value >> 63 else value
-    for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-)
+_KEY, _FIRST, _SECOND = (value - (1 << 64) if value >> 63 else value for value in MIX_CONSTANTS)
 _LOW_34, _LOW_37 = (1 << 34) - 1, (1 << 37) - 1
 
 

@@ -49,12 +49,12 @@ class ExpertStore(ABC):
         """Put ``[expert_bytes]`` uint8 of the host into a place of the spare room; done on return."""
 
     @abstractmethod
-    def filled(self, spare: int) -> torch.Tensor:
-        """What such a place holds, read back; as for ``read``."""
+    def filled(self, num_places: int) -> list[int]:
+        """Checksums of what the first places of the spare room hold, read from there."""
 
     @abstractmethod
-    def live_checksum(self, layer: int, slot: int) -> int:
-        """Checksum of a live expert, wherever it is cheapest; on a device not beside a step."""
+    def live(self, layer: int) -> list[int]:
+        """Checksums of a layer's live experts, by slot."""
 
     @property
     def pushes(self) -> bool:
@@ -62,8 +62,11 @@ class ExpertStore(ABC):
         return False
 
     def push(self, layer: int, slot: int, rank: int, place: int) -> None:
-        """Copy a live expert into a place of a rank's spare room, which that rank has let go; done on return."""
+        """Start to copy a live expert into a place of a rank's spare room, which that rank has let go."""
         raise NotImplementedError(f"{type(self).__name__} reaches no other rank's memory")
+
+    def finish_pushes(self) -> None:  # noqa: B027  # who pushes nothing waits for nothing
+        """Wait until all that was pushed is where it belongs."""
 
     def settle(self) -> None:  # noqa: B027  # the CPU's swap is over when it returns
         """Wait until the latest swap has read the spare room."""
@@ -120,13 +123,13 @@ class CpuExpertStore(ExpertStore):
             flat.copy_(data[start : start + flat.shape[0]])
             start += flat.shape[0]
 
-    def filled(self, spare: int) -> torch.Tensor:
+    def filled(self, num_places: int) -> list[int]:
         """See ``ExpertStore.filled``."""
-        return _bytes_of(self._spare[spare])
+        return [checksum(_bytes_of(expert)) for expert in self._spare[:num_places]]
 
-    def live_checksum(self, layer: int, slot: int) -> int:
-        """See ``ExpertStore.live_checksum``."""
-        return checksum(self.read(layer, slot))
+    def live(self, layer: int) -> list[int]:
+        """See ``ExpertStore.live``."""
+        return [checksum(self.read(layer, slot)) for slot in range(self.num_slots)]
 
     def prepare(self, layer: int, slots: Sequence[int], replicas: Replicas) -> None:
         """See ``ExpertStore.prepare``."""

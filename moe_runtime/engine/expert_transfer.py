@@ -1,10 +1,10 @@
 """One layer's moves between ranks: live weights of the senders into the spare room of the receivers.
 
-Runs beside the steps, on a process group of its own. Where the store pushes, a sender copies into the receiver's memory
-once all ranks have let their spare rooms go, and then says so; else bytes travel through the hosts. What arrives is
-read back from where it will be swapped from and compared with the checksum of the expert as it was loaded: a fault of
-the sender's memory, of the way and of the receiver's memory all show. A rank at fault keeps sending and receiving, so
-that no other one waits for it in vain.
+Runs beside the steps, on a process group of its own. Where the store pushes, all ranks let their spare rooms go,
+senders copy into the receivers' memory, and all say that they have; else bytes travel through the hosts. What has
+arrived is read from where it will be swapped from and compared with the checksum of the expert as it was loaded: a
+fault of the sender's memory, of the way and of the receiver's memory all show. A rank at fault keeps sending and
+receiving, so that no other one waits for it in vain.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from moe_runtime.engine.expert_store import ExpertStore
 from moe_runtime.eplb.migration import ExpertMove
 from moe_runtime.eplb.placement import ModelPlacement
 from moe_runtime.errors import InvarianceError, MoERuntimeError
-from moe_runtime.kernels.checksum import checksum
 
 __all__ = ["ExpertTransfer", "MoveError", "loaded_checksums"]
 
@@ -80,7 +79,7 @@ class ExpertTransfer:
         """
         rank, first = self.group.rank, self.first_expert[self.group.rank]
         num_received = [0] * self.group.size
-        slots: list[int] = []
+        own: list[ExpertMove] = []
         num_bytes = 0
         self._source_fault = self._fault = ""
         if self.store.pushes:
@@ -90,21 +89,23 @@ class ExpertTransfer:
             source, destination = self._owner(move.source), self._owner(move.destination)
             place = num_received[destination]
             num_received[destination] += 1
-            if rank not in (source, destination):
-                continue
             if self.store.pushes:
-                self._push(layer, move, source, destination, place)
-            else:
+                if rank == source:
+                    self._push(layer, move, destination, place)
+            elif rank in (source, destination):
                 self._pass_on(layer, move, source, destination, place)
             if rank == destination:
-                self._verify(layer, place, move)
-                slots.append(move.destination - first)
+                own.append(move)
                 num_bytes += self.store.expert_bytes if rank != source else 0
+        if self.store.pushes:
+            self._finish_pushes(layer)
+            self.group.all_gather_bytes(b"")  # all rooms are filled
+        self._verify(layer, own)
         # What a sender could not read is a fault of the receiver's checksum as well: the cause is told.
         fault = first_fault(self.group, self._source_fault) or first_fault(self.group, self._fault)
         if fault:
             raise MoveError(fault)
-        return slots, num_bytes
+        return [move.destination - first for move in own], num_bytes
 
     def close(self) -> None:
         """Leave the group, between moves."""
@@ -118,21 +119,20 @@ class ExpertTransfer:
     def _owner(self, physical: int) -> int:
         return next(r for r in range(self.group.size) if physical < self.first_expert[r + 1])
 
-    def _push(self, layer: int, move: ExpertMove, source: int, destination: int, place: int) -> None:
-        """Copy into the receiver's memory; a message says that it is there."""
-        if self.group.rank == source:
-            try:
-                self.store.push(layer, move.source - self.first_expert[source], destination, place)
-            except Exception as error:
-                self._source_fault = self._source_fault or _told(layer, move, f"cannot be pushed: {error}")
-        if source == destination:
-            return
-        if self.group.rank == source:
-            dist.send(torch.tensor([place]), group=self._process_group, group_dst=destination)
-        else:
-            told = torch.zeros(1, dtype=torch.int64)
-            dist.recv(told, group=self._process_group, group_src=source)
-            assert int(told) == place, f"rank {source} has pushed to place {int(told)}, not {place}"
+    def _push(self, layer: int, move: ExpertMove, destination: int, place: int) -> None:
+        """Start to copy into the receiver's memory."""
+        try:
+            self.store.push(layer, move.source - self.first_expert[self.group.rank], destination, place)
+        except Exception as error:
+            self._source_fault = self._source_fault or _told(layer, move, f"cannot be pushed: {error}")
+
+    def _finish_pushes(self, layer: int) -> None:
+        try:
+            self.store.finish_pushes()
+        except Exception as error:
+            self._source_fault = (
+                self._source_fault or f"layer {layer}: what was pushed has not arrived: {error}"
+            )
 
     def _pass_on(self, layer: int, move: ExpertMove, source: int, destination: int, place: int) -> None:
         """Read here, send through the hosts, store there."""
@@ -156,17 +156,19 @@ class ExpertTransfer:
             self._source_fault = self._source_fault or _told(layer, move, f"cannot be read: {error}")
             return self._buffer
 
-    def _verify(self, layer: int, place: int, move: ExpertMove) -> None:
-        """Compare what the spare room holds with the expert as it was loaded."""
+    def _verify(self, layer: int, moves: Sequence[ExpertMove]) -> None:
+        """Compare what the first places of the spare room hold with the experts as they were loaded."""
         assert self.checksums is not None, "a move has begun"
         try:
-            found, loaded = checksum(self.store.filled(place)), int(self.checksums[layer, move.logical])
+            found = self.store.filled(len(moves))
         except Exception as error:
-            self._fault = self._fault or _told(layer, move, f"cannot be read back: {error}")
+            self._fault = self._fault or f"layer {layer}: the spare room cannot be read back: {error}"
             return
-        if self.verifies and found != loaded:
-            what = f"has checksum {_hex(found)}; it was loaded with {_hex(loaded)}"
-            self._fault = self._fault or _told(layer, move, what)
+        for move, now in zip(moves, found, strict=True):
+            loaded = int(self.checksums[layer, move.logical])
+            if self.verifies and now != loaded:
+                what = f"has checksum {_hex(now)}; it was loaded with {_hex(loaded)}"
+                self._fault = self._fault or _told(layer, move, what)
 
 
 def loaded_checksums(
@@ -186,8 +188,7 @@ def loaded_checksums(
     most = max(end - start for start, end in itertools.pairwise(first_expert))
     own = torch.zeros(store.num_layers, most, dtype=torch.int64)
     for layer in range(store.num_layers):
-        for slot in range(store.num_slots):
-            own[layer, slot] = store.live_checksum(layer, slot)
+        own[layer, : store.num_slots] = torch.tensor(store.live(layer), dtype=torch.int64)
     gathered = group.all_gather(own)
     known = torch.zeros(store.num_layers, placement.num_logical_experts, dtype=torch.int64)
     physical = torch.from_numpy(placement.physical_to_logical_map.copy())

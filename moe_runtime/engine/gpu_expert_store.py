@@ -1,8 +1,9 @@
-"""Expert weights on a GPU, reached beside the steps by copy engines alone.
+"""Expert weights on a GPU, moved beside the steps by copy engines.
 
 What a thread copies between device and pinned host memory, or into another GPU's spare room, goes through a stream of
-its own. The spare room is symmetric memory where the ranks can reach each other's; then senders push. A swap is copies
-on the stream of the steps, after those launched before and before the next. A later read waits for it on the device.
+its own. The spare room is symmetric memory where the ranks can reach each other's; then senders push. One kernel beside
+the steps reads the spare room for its checksums: through the host they took 10 ms an expert. A swap is copies on the
+stream of the steps, after those launched before and before the next. A later read waits for it on the device.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 from moe_runtime.engine.expert_store import ExpertStore
 from moe_runtime.engine.spare_rooms import SpareRooms
-from moe_runtime.kernels.checksum import checksum
+from moe_runtime.kernels.checksum_triton import checksums
 from moe_runtime.kernels.replicas import Replicas
 from moe_runtime.layers.cuda_experts import LayerExperts
 
@@ -50,8 +51,8 @@ class GpuExpertStore(ExpertStore):
             self._spare = LayerExperts(w13=torch.zeros_like(first.w13), w2=torch.zeros_like(first.w2))
         else:
             self._spare = rooms.own(self.num_slots)
-        self._read, self._written, self._read_back = (
-            torch.empty(self.expert_bytes, dtype=torch.uint8, pin_memory=self._is_gpu) for _ in range(3)
+        self._read, self._written = (
+            torch.empty(self.expert_bytes, dtype=torch.uint8, pin_memory=self._is_gpu) for _ in range(2)
         )
         self._host_maps = tuple(
             torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._is_gpu)
@@ -87,6 +88,9 @@ class GpuExpertStore(ExpertStore):
         with self._beside_steps():
             room.w13[place].copy_(live.w13[slot], non_blocking=True)
             room.w2[place].copy_(live.w2[slot], non_blocking=True)
+
+    def finish_pushes(self) -> None:
+        """See ``ExpertStore.finish_pushes``."""
         self._wait()
 
     def settle(self) -> None:
@@ -101,7 +105,14 @@ class GpuExpertStore(ExpertStore):
 
     def read(self, layer: int, slot: int) -> torch.Tensor:
         """See ``ExpertStore.read``."""
-        return self._download(self._layers[layer], slot, self._read)
+        experts, start = self._layers[layer], 0
+        with self._beside_steps():
+            for tensor in (experts.w13[slot], experts.w2[slot]):
+                flat = tensor.view(-1).view(torch.uint8)
+                self._read[start : start + flat.shape[0]].copy_(flat, non_blocking=True)
+                start += flat.shape[0]
+        self._wait()
+        return self._read
 
     def fill(self, spare: int, data: torch.Tensor) -> None:
         """See ``ExpertStore.fill``."""
@@ -114,16 +125,13 @@ class GpuExpertStore(ExpertStore):
                 start += flat.shape[0]
         self._wait()
 
-    def filled(self, spare: int) -> torch.Tensor:
+    def filled(self, num_places: int) -> list[int]:
         """See ``ExpertStore.filled``."""
-        return self._download(self._spare, spare, self._read_back)
+        return self._checksums(self._spare, num_places)
 
-    def live_checksum(self, layer: int, slot: int) -> int:
-        """See ``ExpertStore.live_checksum``: computed on the device."""
-        experts = self._layers[layer]
-        return checksum(
-            torch.cat([t.view(-1).view(torch.uint8) for t in (experts.w13[slot], experts.w2[slot])])
-        )
+    def live(self, layer: int) -> list[int]:
+        """See ``ExpertStore.live``."""
+        return self._checksums(self._layers[layer], self.num_slots)
 
     def prepare(self, layer: int, slots: Sequence[int], replicas: Replicas) -> None:
         """See ``ExpertStore.prepare``."""
@@ -164,15 +172,14 @@ class GpuExpertStore(ExpertStore):
                 self._is_timing = False
         return self._stall_s
 
-    def _download(self, experts: LayerExperts, slot: int, host: torch.Tensor) -> torch.Tensor:
+    def _checksums(self, experts: LayerExperts, num_experts: int) -> list[int]:
         with self._beside_steps():
-            start = 0
-            for tensor in (experts.w13[slot], experts.w2[slot]):
-                flat = tensor.view(-1).view(torch.uint8)
-                host[start : start + flat.shape[0]].copy_(flat, non_blocking=True)
-                start += flat.shape[0]
+            sums = checksums([experts.w13[:num_experts], experts.w2[:num_experts]])
+            host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=self._is_gpu)
+            host.copy_(sums, non_blocking=True)
         self._wait()
-        return host
+        found: list[int] = host.tolist()
+        return found
 
     @contextlib.contextmanager
     def _beside_steps(self) -> Iterator[None]:

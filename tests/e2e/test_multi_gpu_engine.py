@@ -200,5 +200,5 @@ def test_the_server_on_two_ranks_answers_as_on_one():
                 info = server.info()
                 assert info["dispatcher"] == "symmetric"
                 assert info["tp_transport"] == ("symmetric" if tp == 2 else "collective")
-                assert all(rank["exchange_buffer_bytes"] > 0 for rank in info["ranks"])
+                assert all(rank["info"]["exchange_buffer_bytes"] > 0 for rank in info["ranks"])
     assert answers[1] == answers[2] == [answers[0][0]] * 4

@@ -15,6 +15,7 @@ from moe_runtime.engine.expert_weights import layer_replicas
 from moe_runtime.eplb.migration import layer_moves
 from moe_runtime.eplb.placement import ModelPlacement
 from moe_runtime.errors import InvarianceError
+from moe_runtime.kernels.checksum import checksum
 from moe_runtime.kernels.replicas import Replicas
 from moe_runtime.layers.mlp import pack_expert
 from tests.kernels import triton_interpreter  # noqa: F401
@@ -48,7 +49,7 @@ def store_of(placement: ModelPlacement, rank: int) -> CpuExpertStore:
 
 def holds(store: ExpertStore, layer: int, expected: list[int]) -> bool:
     """Whether the first places of the spare room hold these experts."""
-    return all(torch.equal(store.filled(i), bytes_of(store, layer, e)) for i, e in enumerate(expected))
+    return store.filled(len(expected)) == [checksum(bytes_of(store, layer, e)) for e in expected]
 
 
 def bytes_of(store: ExpertStore, layer: int, expert: int) -> torch.Tensor:
@@ -135,6 +136,18 @@ def push_moves(context: RankContext, folder: str, seed: int) -> None:
     check_moves(context, store, current, target)
 
 
+def push_and_not_arrive(context: RankContext, folder: str) -> str:
+    current, target = (any_placement(LAYERS, EXPERTS, context.world_size, 3, s) for s in (2, 3))
+    store, _ = pushing_store(context, folder, current)
+    checksums = loaded_checksums(store, context.group, current, current.first_expert)
+    transfer = ExpertTransfer(store, context.group, current.first_expert, checksums)
+    if context.rank == 1:
+        store.finish_pushes = lambda: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+    with pytest.raises(MoveError) as error:
+        transfer.run(0, layer_moves(current.layer(0), target.layer(0)))
+    return str(error.value)
+
+
 def push_to_the_wrong_place(context: RankContext, folder: str) -> str:
     current, target = (any_placement(LAYERS, EXPERTS, context.world_size, 3, s) for s in (2, 3))
     store, _ = pushing_store(context, folder, current)
@@ -156,6 +169,11 @@ def test_a_push_to_the_wrong_place_is_found_by_all_ranks(ranks, tmp_path):
     found = ranks(2, push_to_the_wrong_place, str(tmp_path))
     assert found[0] == found[1]
     assert "has checksum" in found[0]
+
+
+def test_pushes_that_do_not_end_well_are_told_by_all_ranks(ranks, tmp_path):
+    found = ranks(2, push_and_not_arrive, str(tmp_path))
+    assert found == ["rank 1: layer 0: what was pushed has not arrived: division by zero"] * 2
 
 
 @pytest.fixture
