@@ -170,13 +170,13 @@ def local_slots(
 ) -> None:
     """The slot table of a rank's experts over all positions, as ``topk`` writes it for one rank.
 
-    Example: ids ``[[2, 0], [-1, -1], [3, 2]]`` with experts 2 and 3 give ``slot_table[2] = [0, -1, 1, -1, ...]`` and
-    ``slot_table[3] = [-1, -1, 0, -1, ...]``.
+    Example: ids ``[[2, 0], [-1, -1], [3, 2]]`` with experts 2 and 3 give ``slot_table[0] = [0, -1, 1, -1, ...]`` and
+    ``slot_table[1] = [-1, -1, 0, -1, ...]``.
 
     Args:
         ids: ``[N, K]`` int32, N at most 256.
-        slot_table: ``[logical experts, capacity]`` int32 out, capacity at least N; only the rows of the rank's experts
-            are written.
+        slot_table: ``[at least E, capacity]`` int32 out, capacity at least N; the first E rows are written, one per
+            local expert.
         num_experts: E.
         expert_offset: First local expert.
         flags: Where given, raise ``channel`` first and wait for it from all ranks.
@@ -185,6 +185,9 @@ def local_slots(
     """
     num_positions, num_topk = ids.shape
     capacity = slot_table.shape[1]
+    assert num_experts <= slot_table.shape[0], (
+        f"{num_experts} local experts, {slot_table.shape[0]} rows for them"
+    )
     if not num_positions <= min(capacity, MAX_POSITIONS):
         raise ValueError(
             f"ids has {num_positions} positions; must be at most {min(capacity, MAX_POSITIONS)} "
@@ -327,4 +330,4 @@ def _local_slots(  # type: ignore[no-untyped-def]
     inside = (t < num_positions)[:, None] & (k < K)[None, :]
     chosen = tl.load(ids + t[:, None] * K + k[None, :], mask=inside, other=-1)
     slot = tl.max(tl.where(chosen == expert, k[None, :], -1), 1)
-    tl.store(slot_table + expert * capacity + t, slot, mask=t < capacity)
+    tl.store(slot_table + tl.program_id(0) * capacity + t, slot, mask=t < capacity)

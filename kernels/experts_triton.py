@@ -167,17 +167,18 @@ def gate_up(
     Args:
         h: ``[M, H]`` in the model dtype.
         w13: ``[E, 2 I, H]``: the gate's output features first.
-        slot_table: ``[logical experts, capacity]`` int32 of ``topk``, capacity at least M and at most ``MAX_CAPACITY``.
+        slot_table: ``[at least E, capacity]`` int32 of ``topk`` or ``local_slots``, a row per local expert; capacity at
+            least M and at most ``MAX_CAPACITY``.
         ids: ``[M, K]`` int32 of ``topk``.
         mid: ``[M * K, I]`` out, by pair.
-        expert_offset: Logical id of the first local expert.
+        expert_offset: Id of the first local expert.
         schedule: Default by M.
         pdl: Dependent launch.
     """
     num_rows, hidden = h.shape
     num_experts, width = w13.shape[0], w13.shape[1] // 2
     num_topk = ids.shape[1]
-    schedule = _checked(schedule or _default("gate_up", num_rows, w13), h, slot_table)
+    schedule = _checked(schedule or _default("gate_up", num_rows, w13), h, slot_table, num_experts)
     if schedule.mode == "per_slot" and schedule.early_depth:
         raise ValueError(
             "gate_up cannot load weights early in per_slot mode: the ids come from the kernel before"
@@ -223,13 +224,13 @@ def down(
         weights: ``[M, K]`` float32.
         rows: ``[M, K, H]`` out, weighted; with ``homes`` the own slot rows ``[C, K, H]``.
         homes: Where given, a pair's row goes to its home rank's slot rows.
-        expert_offset: Logical id of the first local expert.
+        expert_offset: Id of the first local expert.
         schedule: Default by M.
         pdl: Dependent launch.
     """
     num_rows, num_topk = ids.shape
     num_experts, hidden, width = w2.shape
-    schedule = _checked(schedule or _default("down", num_rows, w2), mid, slot_table)
+    schedule = _checked(schedule or _default("down", num_rows, w2), mid, slot_table, num_experts)
     if num_rows == 0:
         return
     _down[_grid(schedule, hidden, num_experts, num_rows * num_topk)](
@@ -280,11 +281,16 @@ def _default(kernel: str, num_rows: int, weight: torch.Tensor) -> ExpertSchedule
     return replace(schedule, tma=schedule.tma and weight.shape[2] % 8 == 0)
 
 
-def _checked(schedule: ExpertSchedule, x: torch.Tensor, slot_table: torch.Tensor) -> ExpertSchedule:
+def _checked(
+    schedule: ExpertSchedule, x: torch.Tensor, slot_table: torch.Tensor, num_experts: int
+) -> ExpertSchedule:
     if x.dtype == torch.float32 and schedule != CANONICAL_EXPERT:
         raise ValueError("float32 inputs use CANONICAL_EXPERT only")
     if slot_table.shape[1] > MAX_CAPACITY:
         raise ValueError(f"slot_table capacity ({slot_table.shape[1]}) must be at most {MAX_CAPACITY}")
+    assert num_experts <= slot_table.shape[0], (
+        f"{num_experts} local experts, {slot_table.shape[0]} rows for them"
+    )
     return schedule
 
 
@@ -323,7 +329,7 @@ def _routing(  # type: ignore[no-untyped-def]
         return expert, ((expert >= 0) & (expert < E)).to(tl.int32), 0, 0
     else:
         t = tl.arange(0, CAP)
-        slot = tl.load(slot_table + (which + offset) * capacity + t, mask=t < capacity, other=-1)
+        slot = tl.load(slot_table + which * capacity + t, mask=t < capacity, other=-1)
         chosen = (slot >= 0).to(tl.int32)
         return which, tl.sum(chosen, 0), slot, tl.cumsum(chosen, 0) - chosen
 

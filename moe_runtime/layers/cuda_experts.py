@@ -183,7 +183,8 @@ class ExpertScratch:
         self._slot_tables = torch.zeros(config.num_experts * MAX_CAPACITY, dtype=torch.int32, device=device)
 
     def slot_table(self, num_positions: int) -> torch.Tensor:
-        """``[num_experts, capacity]``, the capacity a power of two of at least 16."""
+        """``[num_experts, capacity]``, the capacity a power of two of at least 16; a row per local expert, of which a
+        rank has at most as many as the model has experts, copies included."""
         capacity = max(16, 1 << (num_positions - 1).bit_length())
         return self._slot_tables[: self.config.num_experts * capacity].view(-1, capacity)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -118,7 +120,7 @@ def test_two_ranks_of_local_experts_make_the_whole(schedule):
     parts = [
         run(
             type(layer)(h=layer.h, w13=layer.w13[first : first + 2], w2=layer.w2[first : first + 2]),
-            routing,
+            replace(routing, slot_table=routing.slot_table[first : first + 2].contiguous()),
             schedule,
             schedule,
             offset=first,

@@ -50,6 +50,17 @@ def test_virtual_ranks_have_the_bits_of_one(folder, expected):
     assert outputs(llm) == expected
 
 
+def test_copies_beyond_the_number_of_experts_stay_within_the_slot_table(folder, expected):
+    llm = gpu_llm(folder, dispatcher="loopback", loopback_ranks=3, num_redundant_experts=6, **LIMITS)
+    scratch = llm.model.decoder.experts._scratch
+    room, behind = torch.full((2 * 9 * 16,), 777, dtype=torch.int32, device=scratch.mid.device).chunk(2)
+    scratch._slot_tables = room  # of up to 16 positions, no step here has more
+    assert outputs(llm) == expected
+    assert bool((behind == 777).all())
+    assert bool((room.view(9, 16)[:5] != 777).all())
+    assert bool((room.view(9, 16)[5:] == 777).all()), "a rank has 5 of the 15 physical experts"
+
+
 def test_slices_and_sorted_rows_have_the_bits_of_slot_tables(folder, expected, monkeypatch):
     monkeypatch.setattr(spread_experts, "MAX_CAPACITY", 0)
     llm = gpu_llm(folder, dispatcher="loopback", loopback_ranks=3, **LIMITS)
