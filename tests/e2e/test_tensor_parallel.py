@@ -140,7 +140,8 @@ def models(tmp_path_factory):
     return Models(tmp_path_factory.mktemp("models"))
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow), 8])
+# One group of two is in test_groups_of_any_size below; eight ranks have four.
+@pytest.mark.parametrize("world_size", [*(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4)), 8])
 def test_groups_of_two_give_the_bits_of_one_process_for_every_model_and_transport(ranks, models, world_size):
     jobs = [
         Job(models.folder(model, kind), dtype, 2, dispatcher=dispatcher)
