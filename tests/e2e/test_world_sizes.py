@@ -313,6 +313,28 @@ def test_a_single_request_with_idle_ranks_has_the_same_bits_on_each_rank(ranks, 
         assert results == [[expected]] * 4
 
 
+def answers_of_every_rank(context: RankContext, folder: str) -> Result:
+    group = RankGroup(rank=context.rank, size=context.world_size, process_group=context.process_group)
+    llm = LLM(folder, group=group)
+    params = SamplingParams(temperature=0, max_tokens=5, logprobs=3, seed=0)
+    results = llm.generate(random_prompts(7, [70]) * 16, params, ranks=[i % group.size for i in range(16)])
+    (alone,) = llm.generate(random_prompts(7, [70]), params, ranks=[group.size - 1])
+    return [bits(result) for result in (*results, alone)]
+
+
+def test_every_rank_gives_the_same_answer(ranks, models):
+    """BI-17, BI-23, BI-24: sixteen times the same, on one rank and over four, and beside idle ones"""
+    folder = models.folder("qwen3_moe", "normal")
+    found = [
+        answer
+        for size in (1, 4)
+        for of_rank in ranks(size, answers_of_every_rank, folder)
+        for answer in of_rank
+    ]
+    assert len(found) == 5 * 17
+    assert all(answer == found[0] for answer in found)
+
+
 def forced_and_echoed(llm: LLM, reference: Result) -> None:
     """Scoring a generation's own tokens, as forced output or as prompt, gives its logprobs."""
     for own, prompt, q in zip(reference, prompts(), params(), strict=True):
