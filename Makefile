@@ -24,6 +24,8 @@ SOURCES = $(shell find $(PACKAGES) -not -path '*/__pycache__*')
 
 # One rank, one thread: more would change nothing but the speed of the machine's other ranks.
 export OMP_NUM_THREADS := 1
+# Hundreds of processes start in the tests; without bytecode on disk each would compile every module anew.
+unexport PYTHONDONTWRITEBYTECODE
 # The folders comm/ and kernels/ must not be importable under those names (see CONTRIBUTING.md).
 export PYTHONSAFEPATH := 1
 

@@ -1,4 +1,4 @@
-"""Fixtures for every test: the pool of rank processes, and the xdist group that keeps it on one worker."""
+"""Fixtures for every test: the pool of rank processes; and the xdist groups that keep what is shared on one worker."""
 
 from __future__ import annotations
 
@@ -27,10 +27,26 @@ settings.load_profile("repository")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put every test that uses ``ranks`` into one xdist group, so that only one worker has a pool."""
+    """Group for xdist what shares something that is dear to make.
+
+    Every test that uses ``ranks`` is in one group, so that only one worker has a pool. Tests that share a fixture of
+    their module are in one group too, so that it is made once: that of ``ranks`` where the module has one, else
+    the module's own. Groups start before single tests, which even out the ends of the workers.
+    """
+    with_ranks = {item.path for item in items if "ranks" in getattr(item, "fixturenames", ())}
     for item in items:
         if "ranks" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("ranks"))
+        elif item.get_closest_marker("xdist_group") is None and _shares_with_its_module(item):
+            group = (
+                "ranks" if item.path in with_ranks else item.path.relative_to(item.config.rootpath).as_posix()
+            )
+            item.add_marker(pytest.mark.xdist_group(group))
+
+
+def _shares_with_its_module(item: pytest.Item) -> bool:
+    definitions = item._fixtureinfo.name2fixturedefs.values() if isinstance(item, pytest.Function) else ()
+    return any(definition[-1].scope == "module" for definition in definitions if definition)
 
 
 def pytest_sessionfinish() -> None:

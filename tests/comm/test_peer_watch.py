@@ -136,7 +136,7 @@ def fail_in_a_step(
                     if how == "late":
                         time.sleep(2.5 * LIMIT_S)
                     elif how == "works":
-                        _work(3 * LIMIT_S)
+                        _work(2 * LIMIT_S)
                     else:
                         os.kill(os.getpid(), signal.SIGSTOP if how == "stalled" else signal.SIGKILL)
                 if own is not group:

@@ -93,6 +93,7 @@ def test_a_tp_size_that_the_model_has_no_heads_for_is_told_and_the_rest_runs(
     assert "symmetric tp 3 not run" in done.stdout
 
 
+@pytest.mark.slow  # the rule is in tests/moe_runtime/engine/test_model_loader.py, how ranks leave is in the next test
 def test_a_number_of_ranks_that_groups_do_not_divide_is_refused(model: str) -> None:
     done = torchrun(2, "--model", model, *FLAGS, "--tp", "4")
     assert done.returncode != 0

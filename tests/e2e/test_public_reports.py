@@ -14,13 +14,11 @@ import httpx
 import pytest
 
 import moe_runtime.builtin
-from moe_runtime.comm.groups import RankGroup
 from moe_runtime.engine.llm import LLM
 from moe_runtime.engine.request import SamplingParams
 from moe_runtime.engine.tokenizer import Tokenizer
 from tests.checkpoints import tiny_config, write_checkpoint
 from tests.mixed_requests import bits, mixed_params, random_prompts
-from tests.ranks import RankContext
 from tests.servers import RunningServer, running_server
 
 pytestmark = pytest.mark.xdist_group("servers")
@@ -120,28 +118,6 @@ def test_the_length_of_a_list_and_the_limits_enter_no_answer(tmp_path) -> None:
         for places in (range(8), order, order[:5]):
             results = llm.generate([prompts[i] for i in places], [params[i] for i in places])
             assert [bits(result) for result in results] == [expected[i] for i in places]
-
-
-def answers_of_every_rank(context: RankContext, folder: str) -> list[Any]:
-    group = RankGroup(rank=context.rank, size=context.world_size, process_group=context.process_group)
-    llm = LLM(folder, group=group)
-    params = SamplingParams(temperature=0, max_tokens=5, logprobs=3, seed=0)
-    results = llm.generate(random_prompts(7, [70]) * 16, params, ranks=[i % group.size for i in range(16)])
-    (alone,) = llm.generate(random_prompts(7, [70]), params, ranks=[group.size - 1])
-    return [bits(result) for result in (*results, alone)]
-
-
-def test_every_rank_gives_the_same_answer(ranks, tmp_path) -> None:
-    """BI-17, BI-23, BI-24: sixteen times the same, on one rank and over four, and beside idle ones"""
-    folder = str(write_checkpoint(tmp_path, tiny_config("qwen3_moe")))
-    found = [
-        answer
-        for size in (1, 4)
-        for of_rank in ranks(size, answers_of_every_rank, folder)
-        for answer in of_rank
-    ]
-    assert len(found) == 5 * 17
-    assert all(answer == found[0] for answer in found)
 
 
 def test_a_seed_gives_the_same_tokens_whatever_else_runs(http) -> None:

@@ -5,6 +5,10 @@ mending: ``tl.dot`` multiplies the bit patterns of bf16 as integers; its matmul 
 fp32 to bf16 neither rounds to even nor carries into the exponent; overflow warns; every call of a device function
 patches the whole language again, where once per launch will do. The mended ``tl.dot`` is the fp32
 chain over ascending K that DESIGN asks for, so schedules can be compared bit for bit.
+
+Three more things cost half of a launch and are shortened without a change of any value: each tensor and each block
+type makes its shape anew, each look-up of a NumPy type makes the whole table, and each sum and product of integers is
+made in int64 too for an assertion that is off.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
+from triton.language.semantic import TritonSemantic
 
 __all__ = ["DEVICE"]
 
@@ -56,6 +61,47 @@ def _rounded_float(values: np.ndarray, source: Any, target: Any, rounding_mode: 
     return _plain_convert(values, source, target, rounding_mode)
 
 
+_np_dtypes: dict[str, np.dtype[Any]] = {}
+"""By the name of a scalar type."""
+
+
+def _known_np_dtype(tt_dtype: Any) -> np.dtype[Any]:
+    scalar = tt_dtype.scalar
+    if scalar.name not in _np_dtypes:
+        _np_dtypes[scalar.name] = _plain_np_dtype(scalar)
+    return _np_dtypes[scalar.name]
+
+
+_block_shapes: dict[tuple[int, ...], tuple[Any, int, str]] = {}
+"""Shape, number of elements and text of a block type, by its sizes."""
+_tensor_shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
+"""Number of elements and shape of a tensor, both of constants, by its sizes."""
+
+
+def _init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
+    sizes = tuple(size if isinstance(size, int) else tl.core._unwrap_if_constexpr(size) for size in shape)
+    if sizes not in _block_shapes:
+        _plain_init_block_type(self, element_ty, shape)  # which checks the shape
+        _block_shapes[sizes] = self.shape, self.numel, str(self.shape)
+    self.element_ty = element_ty
+    self.shape, self.numel, text = _block_shapes[sizes]
+    self.name = f"<{text}, {element_ty}>"
+
+
+def _init_tensor(self: Any, handle: Any, type: Any) -> None:
+    sizes = tuple(type.shape) if type.is_block() else ()
+    if sizes not in _tensor_shapes:
+        _plain_init_tensor(self, handle, type)
+        _tensor_shapes[sizes] = self.numel, self.shape
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.numel, self.shape = _tensor_shapes[sizes]
+
+
+def _assert_no_overflow(self: Any, *operands: Any) -> None:
+    if self.builder.options.debug:
+        _plain_assert_no_overflow(self, *operands)
+
+
 _patched_globals: set[int] = set()
 """Modules whose language the launch under way has patched."""
 
@@ -83,5 +129,13 @@ if DEVICE == "cpu" and interpreter.InterpreterBuilder.create_dot.__name__ != "_c
     _plain_convert = interpreter._convert_float
     interpreter.InterpreterBuilder.create_dot = _chained_dot
     interpreter._convert_float = _rounded_float
+    _plain_np_dtype = interpreter._get_np_dtype
+    interpreter._get_np_dtype = _known_np_dtype
+    _plain_init_block_type = tl.block_type.__init__
+    tl.block_type.__init__ = _init_block_type
+    _plain_init_tensor = tl.tensor.__init__
+    tl.tensor.__init__ = _init_tensor
+    _plain_assert_no_overflow = TritonSemantic.binary_op_sanitize_overflow_impl
+    TritonSemantic.binary_op_sanitize_overflow_impl = _assert_no_overflow
     interpreter.InterpretedFunction.__call__ = _call_patched
     interpreter.GridExecutor.__call__ = _quiet(interpreter.GridExecutor.__call__)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -46,6 +48,7 @@ def run(context: RankContext, level: Level) -> list[torch.Tensor]:
     return results
 
 
+@cache
 def one_rank(parts: int) -> list[torch.Tensor]:
     """What a rank alone gives with K in so many parts."""
     results = []

@@ -80,7 +80,9 @@ def test_other_deployments_add_no_bit_to_the_digest(
 def test_a_control_is_seen_there_and_fails_no_self_check(
     llm: LLM, small_check: MakeConfig, progress: ProgressFactory, which: Control
 ) -> None:
-    report = check(llm, small_check(control=which.value, axes=("topology",), num_prompts=16), progress)
+    report = check(
+        llm, small_check(control=which.value, axes=("topology",), num_prompts=16, max_tokens=16), progress
+    )
     assert report.noticed_by == ["topology"]
     assert all(report.axes[0].deployments.values())
 
