@@ -100,7 +100,8 @@ class _Bench:
             num_redundant_experts=num_redundant,
             rearrange_interval=1 << 40,  # moves come from here
             max_num_seqs=options.num_seqs,
-            max_num_batched_tokens=max(512, options.num_seqs),
+            max_num_batched_tokens=max(512, options.num_seqs) if options.device == "cpu" else 8192,
+            prefix_cache=False,  # every placement gets the same prompts
             **settings,
         )
         self.vocab_size = self.llm.model.plan.config.vocab_size
@@ -175,23 +176,18 @@ class _Bench:
     def measure(self) -> dict[str, Any]:
         """Tokens per second now."""
         options, size = self.options, self.llm.num_engines
+        num_prefill = max(4, 8192 // options.prompt)
         self._generate(3, 16, options.tokens)  # warm
-        self._generate(3, options.prompt, 1)
+        self._generate(3, options.prompt, 1, num_prefill)
         before = self._counts()
         decode = [self._generate(4 + i, 16, options.tokens) for i in range(options.repeats)]
         decoded = self._counts()
-        prefill = [
-            self._generate(40 + i, options.prompt, 1, max(4, 8192 // options.prompt))
-            for i in range(options.repeats)
-        ]
+        prefill = [self._generate(40 + i, options.prompt, 1, num_prefill) for i in range(options.repeats)]
         prefilled = self._counts()
         place = self.llm.placement
         return {
             "decode_tokens_per_s": options.num_seqs * size * options.tokens / statistics.median(decode),
-            "prefill_tokens_per_s": max(4, 8192 // options.prompt)
-            * size
-            * options.prompt
-            / statistics.median(prefill),
+            "prefill_tokens_per_s": num_prefill * size * options.prompt / statistics.median(prefill),
             "decode_balancedness": balance_of(decoded - before, place).overall,
             "prefill_balancedness": balance_of(prefilled - decoded, place).overall,
         }

@@ -18,6 +18,7 @@ from moe_runtime.engine.expert_store import ExpertStore
 from moe_runtime.engine.spare_rooms import SpareRooms
 from moe_runtime.kernels.checksum_triton import checksums
 from moe_runtime.kernels.replicas import Replicas
+from moe_runtime.kernels.row_copy_triton import copy_rows
 from moe_runtime.layers.cuda_experts import LayerExperts
 
 __all__ = ["GpuExpertStore"]
@@ -59,7 +60,9 @@ class GpuExpertStore(ExpertStore):
             for tensor in (replicas[0].table, replicas[0].count)
         )
         self._new_maps = (torch.empty_like(replicas[0].table), torch.empty_like(replicas[0].count))
-        self._prepared: list[tuple[list[torch.Tensor], list[torch.Tensor]]] | None = None
+        self._host_slots = torch.empty(self.num_slots, dtype=torch.int32, pin_memory=self._is_gpu)
+        self._slots = torch.empty(self.num_slots, dtype=torch.int32, device=self._device)
+        self._prepared: tuple[int, int] | None = None
         self._side: torch.cuda.Stream | None = None
         self._swap_start: torch.cuda.Event | None = None
         self._swap_end: torch.cuda.Event | None = None
@@ -135,28 +138,29 @@ class GpuExpertStore(ExpertStore):
 
     def prepare(self, layer: int, slots: Sequence[int], replicas: Replicas) -> None:
         """See ``ExpertStore.prepare``."""
-        live, maps, places = self._layers[layer], self._replicas[layer], range(len(slots))
-        copies = [([maps.table, maps.count], list(self._new_maps))]
-        for weights, spare in ((live.w13, self._spare.w13), (live.w2, self._spare.w2)):
-            if slots:
-                copies.append(([weights[slot] for slot in slots], [spare[i] for i in places]))
-        self._prepared = copies
+        num_slots = len(slots)
+        self._host_slots[:num_slots] = torch.tensor(slots, dtype=torch.int32)
         for host, given in zip(self._host_maps, (replicas.table, replicas.count), strict=True):
             host.copy_(given)
         with self._beside_steps():
+            self._slots[:num_slots].copy_(self._host_slots[:num_slots], non_blocking=True)
             for new, host in zip(self._new_maps, self._host_maps, strict=True):
                 new.copy_(host, non_blocking=True)
         self._wait()
+        self._prepared = layer, num_slots
 
     def swap(self) -> None:
         """See ``ExpertStore.swap``; launches copies and waits for nothing."""
         assert self._prepared is not None, "nothing is prepared"
-        copies, self._prepared = self._prepared, None
+        (layer, num_slots), self._prepared = self._prepared, None
+        live, maps, slots = self._layers[layer], self._replicas[layer], self._slots[:num_slots]
         if self._swap_start is not None:
             self.stall_s()  # or the events would forget the swap before
             self._swap_start.record()
-        for live, new in copies:
-            torch._foreach_copy_(live, new)
+        copy_rows(self._spare.w13, live.w13, slots)
+        copy_rows(self._spare.w2, live.w2, slots)
+        for tensor, new in zip((maps.table, maps.count), self._new_maps, strict=True):
+            tensor.copy_(new)
         if self._swap_end is not None:
             self._swap_end.record()
             self._is_timing = True

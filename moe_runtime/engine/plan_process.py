@@ -61,19 +61,18 @@ def plan_placement_aside(
     target: ModelPlacement | None,
     target_permille: int,
 ) -> PlannedPlacement:
-    """``plan_now``, in another process where that takes long.
+    """``plan_now``, in another process where that takes long: a target asked for needs no plan.
 
     Raises:
         RuntimeError: the process has failed, or takes too long.
     """
-    if current.physical_to_logical_map.size <= MAX_PLANNED_HERE:
+    if target is not None or current.physical_to_logical_map.size <= MAX_PLANNED_HERE:
         return plan_now(counts, current, target, target_permille)
     request = _pack(
         counts=counts,
         current=current.physical_to_logical_map,
         first_expert=np.array(current.first_expert),
         num_logical=np.array(current.num_logical_experts),
-        target=np.zeros(0, dtype=np.int64) if target is None else target.physical_to_logical_map,
         target_permille=np.array(target_permille),
     )
     try:
@@ -105,10 +104,7 @@ def _main() -> None:
         first_expert=tuple(fields["first_expert"].tolist()),
         num_logical_experts=int(fields["num_logical"]),
     )
-    target = None
-    if fields["target"].size:
-        target = replace(current, physical_to_logical_map=fields["target"])
-    planned = plan_now(fields["counts"], current, target, int(fields["target_permille"]))
+    planned = plan_now(fields["counts"], current, None, int(fields["target_permille"]))
     answer = _pack(target=planned.target.physical_to_logical_map, balance=np.array(planned.balance))
     sys.stdout.buffer.write(answer)
 

@@ -17,15 +17,21 @@ CURRENT = contiguous_model_placement(3, 12, 4, 4)
 COUNTS = np.random.default_rng(0).integers(0, 1000, (3, 12))
 
 
-@pytest.mark.parametrize("target", [None, any_placement(3, 12, 4, 4, seed=1)])
-def test_another_process_makes_the_same_plan(monkeypatch, target):
-    here = plan_placement_aside(COUNTS, CURRENT, target, 990)
-    assert here == plan_now(COUNTS, CURRENT, target, 990)
-    assert here.target == (target or here.target)
+def test_another_process_makes_the_same_plan(monkeypatch):
+    here = plan_placement_aside(COUNTS, CURRENT, None, 990)
+    assert here == plan_now(COUNTS, CURRENT, None, 990)
     assert here.target != CURRENT
     monkeypatch.setattr(plan_process, "MAX_PLANNED_HERE", 0)
     monkeypatch.setattr(plan_process, "plan_now", None)
-    assert plan_placement_aside(COUNTS, CURRENT, target, 990) == here
+    assert plan_placement_aside(COUNTS, CURRENT, None, 990) == here
+
+
+def test_a_target_asked_for_starts_no_process(monkeypatch):
+    monkeypatch.setattr(plan_process, "MAX_PLANNED_HERE", 0)
+    monkeypatch.setattr(plan_process.subprocess, "run", None)
+    target = any_placement(3, 12, 4, 4, seed=1)
+    assert plan_placement_aside(COUNTS, CURRENT, target, 990) == plan_now(COUNTS, CURRENT, target, 990)
+    assert plan_now(COUNTS, CURRENT, target, 990).target == target
 
 
 def test_its_faults_are_told(monkeypatch):
