@@ -23,7 +23,7 @@ from tests.servers import running_server
 
 DEVICE = "cuda"
 FLAGS = ["--num-prompts", "12", "--max-tokens", "12"]
-END_S = 12.0
+END_S = 10.0
 
 pytestmark = [
     pytest.mark.multigpu,
