@@ -1,5 +1,5 @@
 #!/bin/sh
-# Run every test marked gpu on the machine's first GPU: kernels side by side, then the engine.
+# Run every test marked gpu on the machine's first GPU: kernels and small parts side by side, then the engine.
 #
 #   tools/run_gpu_tests.sh [kernels|engine|all] [pytest flags]     default: all
 #
@@ -31,7 +31,7 @@ run() {
 
 failed=0
 case $part in
-kernels | all) run -n "$workers" tests/kernels "$@" ;;
+kernels | all) run -n "$workers" tests/kernels tests/moe_runtime "$@" ;;
 esac
 case $part in
 engine | all) run -n 5 --dist loadgroup tests/e2e/test_gpu_engine.py "$@" ;;

@@ -40,3 +40,9 @@ def test_they_are_those_of_the_bytes(num_rows, shapes):
 def test_a_part_of_the_rows_starts_where_they_start():
     tensors = [random_rows(5, 6, 8), random_rows(5, 8, 6)]
     assert torch.equal(checksums([tensor[:2] for tensor in tensors]), checksums(tensors)[:2])
+
+
+@pytest.mark.gpu
+def test_compiled_they_are_those_of_the_bytes_at_the_size_of_experts():
+    tensors = [random_rows(5, 1536, 2048), random_rows(5, 2048, 768)]
+    assert checksums(tensors).tolist() == by_bytes(tensors)

@@ -29,3 +29,14 @@ def test_rows_that_are_not_alike_are_refused():
     rows = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     with pytest.raises(AssertionError, match=r"rows \[8\] and \[4\]"):
         copy_rows(torch.zeros(1, 8, device=DEVICE), torch.zeros(1, 4, device=DEVICE), rows)
+
+
+@pytest.mark.gpu
+def test_compiled_at_the_size_of_experts():
+    generator = torch.Generator().manual_seed(1)
+    source, target = torch.randn(2, 40, 1536, 2048, generator=generator).bfloat16().to(DEVICE)
+    rows = torch.randperm(40, generator=generator)[:33].int().to(DEVICE)
+    expected = target.clone()
+    expected[rows.long()] = source[:33]
+    copy_rows(source, target, rows)
+    assert torch.equal(target, expected)
