@@ -70,6 +70,10 @@ class GpuExpertStore(ExpertStore):
             self._side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             self._swap_start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             self._swap_end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        if self.num_slots:  # compiled now: no step waits for it at the first swap
+            nowhere = torch.zeros(1, dtype=torch.int32, device=self._device)
+            copy_rows(first.w13, self._spare.w13, nowhere)
+            copy_rows(first.w2, self._spare.w2, nowhere)
         self._is_timing = False
         self._stall_s = 0.0
         self._timing = threading.Lock()
