@@ -183,11 +183,12 @@ class MicroBatch:
         """Bytes of symmetric memory: the exchange's, and rows by source rank for copies."""
         return sizes.symmetric_bytes + carved_bytes(*_arrived(sizes))
 
-    def begin(self) -> None:
-        """Before the first layer of a step: the same rows as ever."""
+    def begin(self, plan: Sequence[Entry], batch: int) -> None:
+        """Before the first layer of a step: the same rows as ever, if the plan computes with this micro-batch's."""
         self.exchange.begin_step(pdl=False)
-        self.buffers.residual.copy_(self._residual)
-        self.buffers.normed.copy_(self._normed)
+        if any(entry.batch == batch and entry.part == "attend" for entry in plan):
+            self.buffers.residual.copy_(self._residual)
+            self.buffers.normed.copy_(self._normed)
 
     def run(self, entry: Entry, *, pdl: bool) -> None:
         """Launch a part of a layer."""
@@ -311,6 +312,10 @@ class MicroBatch:
         first, end = self.stack.first_expert[rank : rank + 2]
         own = (ids >= first) & (ids < end)
         self._home_rows()[~own] = float("nan")
+        self.poison_outputs()
+
+    def poison_outputs(self) -> None:
+        """Outputs that no step leaves."""
         self.buffers.residual.fill_(float("nan"))
         self.buffers.normed.fill_(float("nan"))
 
@@ -428,8 +433,8 @@ def run_in_turn(plan: Sequence[Entry], ranks: Sequence[Sequence[MicroBatch]]) ->
         ranks: The micro-batches of each rank.
     """
     for batches in ranks:
-        for batch in batches:
-            batch.begin()
+        for i, batch in enumerate(batches):
+            batch.begin(plan, i)
     for entry in plan:
         for batches in ranks:
             batches[entry.batch].run(entry, pdl=False)

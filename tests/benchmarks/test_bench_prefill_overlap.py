@@ -97,8 +97,8 @@ GAUGES = types.SimpleNamespace(fault="none here", between=lambda first_s, end_s:
 
 
 def test_every_row_is_measured_checked_and_written(ranks, tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, "PROGRAMS", (None, 0))
-    monkeypatch.setattr(bench, "SETTINGS", (bench.SETTINGS[0], bench.SETTINGS[-1]))
+    monkeypatch.setattr(bench, "PROGRAMS", (None,))
+    monkeypatch.setattr(bench, "SETTINGS", (bench.SETTINGS[0],))
     output = tmp_path / "overlap.json"
     options = bench.parse_options(
         ["--tokens", "2", "1", "--loop-s", "0.001", "--no-pdl", "--output", str(output)]
