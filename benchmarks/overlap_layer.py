@@ -48,8 +48,6 @@ from moe_runtime.models.model_config import ModelConfig
 
 __all__ = ["LayerStack", "MicroBatch", "run_in_turn"]
 
-WEIGHT_SCALE = 0.02
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerStack:
@@ -76,7 +74,7 @@ class LayerStack:
     def draw(
         cls, config: ModelConfig, num_layers: int, rank: int, size: int, device: torch.device
     ) -> LayerStack:
-        """Normal weights; norms of one."""
+        """Normal weights that keep a row's size; norms of one."""
         config = replace(
             config,
             num_layers=num_layers,
@@ -104,7 +102,8 @@ class LayerStack:
                 layer_idx + 1024 * (0 if expert is None else expert + 1)
             )
             generator = torch.Generator(device).manual_seed(seed)
-            return torch.randn(shapes[role], generator=generator, device=device).mul_(WEIGHT_SCALE).to(dtype)
+            weights = torch.randn(shapes[role], generator=generator, device=device)
+            return weights.mul_(shapes[role][1] ** -0.5).to(dtype)
 
         first_expert = tuple(config.num_experts * r // size for r in range(size + 1))
         local, heads = range(first_expert[rank], first_expert[rank + 1]), head_shard(config, 1, 0)
@@ -249,7 +248,7 @@ class MicroBatch:
 
     def experts_local(self, layer: int, pdl: bool) -> None:
         """The same; rows for peers stay here."""
-        rows = self.arrived.local[self.exchange.rank] if self.programs == 0 else self._home_rows()
+        rows = self.arrived.local[self.exchange.rank] if self.programs == 0 else self.home_rows()
         self._experts(layer, rows, self._homes_here[self.programs == 0], pdl)
 
     def send(self, layer: int, pdl: bool) -> None:
@@ -264,7 +263,7 @@ class MicroBatch:
         send_expert_rows(
             self._staged,
             exchange.table(self.shape),
-            self._home_rows(),
+            self.home_rows(),
             homes.offsets,
             (first, end),
             self.programs,
@@ -282,6 +281,11 @@ class MicroBatch:
         """The same, behind the second flag."""
         self._combine(layer, pdl, flags=self.exchange.flags, channel=2 * layer + 1)
 
+    def home_rows(self) -> torch.Tensor:
+        """``[C, K, H]`` where expert rows come home, unless copies bring them. After ``compute`` alone, which fills the
+        own experts' slots only, others hold what some layer before has left there."""
+        return self.exchange.collect(self.shape)[0]
+
     def outputs(self) -> tuple[torch.Tensor, ...]:
         """Copies of what a step leaves."""
         return self.buffers.residual.clone(), self.buffers.normed.clone()
@@ -292,7 +296,7 @@ class MicroBatch:
         here = self._held(table.ids).any(1)
         x = torch.where(here[:, None], table.x, 0)
         _, ids, _ = self.exchange.own_rows(self.shape)
-        rows = self._home_rows().clone()
+        rows = self.home_rows().clone()
         if self.programs == 0:
             for peer, arrived in enumerate(self.arrived.local):
                 first, end = self.stack.first_expert[peer : peer + 2]
@@ -311,7 +315,7 @@ class MicroBatch:
         _, ids, _ = self.exchange.own_rows(self.shape)
         first, end = self.stack.first_expert[rank : rank + 2]
         own = (ids >= first) & (ids < end)
-        self._home_rows()[~own] = float("nan")
+        self.home_rows()[~own] = float("nan")
         self.poison_outputs()
 
     def poison_outputs(self) -> None:
@@ -348,9 +352,6 @@ class MicroBatch:
     def _held(self, ids: torch.Tensor) -> torch.Tensor:
         first, end = self.stack.first_expert[self.exchange.rank : self.exchange.rank + 2]
         return (ids >= first) & (ids < end)
-
-    def _home_rows(self) -> torch.Tensor:
-        return self.exchange.collect(self.shape)[0]
 
     def _await(self, channel: int, pdl: bool) -> None:
         if self.exchange.flags is not None:
@@ -411,7 +412,7 @@ class MicroBatch:
         )  # fmt: skip
         self._tiles = torch.from_numpy(tiles).to(device)
         self._homes_here = {
-            False: self._homes_from(self._home_rows()),
+            False: self._homes_from(self.home_rows()),
             True: self._homes_from(self.arrived.local[self.exchange.rank]),
         }
 

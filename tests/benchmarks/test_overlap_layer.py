@@ -137,6 +137,24 @@ def test_an_exchange_alone_brings_what_a_step_brought(ranks, expected, programs)
         assert all(map(torch.equal, batches[0].received(), want))
 
 
+@pytest.mark.parametrize("programs", [3, 0])
+def test_beside_changes_neither_half(ranks, expected, programs):
+    run("apart", ranks, programs)
+    received = [batches[0].received() for batches in ranks]
+    rows = [batches[1].home_rows().clone() for batches in ranks]
+    layers.run_in_turn(plans.PLANS["compute"](LAYERS), ranks)
+    alone = [[batches[1].outputs()] for batches in ranks]
+    assert not equal(alone, [of_rank[1:] for of_rank in expected]), "rows of other ranks are old ones"
+    for batches, old in zip(ranks, rows, strict=True):
+        batches[0].poison()
+        batches[1].poison_outputs()
+        batches[1].home_rows().copy_(old)
+    layers.run_in_turn(plans.PLANS["beside"](LAYERS), ranks)
+    assert equal([[batches[1].outputs()] for batches in ranks], alone)
+    for batches, want in zip(ranks, received, strict=True):
+        assert all(map(torch.equal, batches[0].received(), want))
+
+
 @pytest.mark.parametrize("missing", ["send", "dispatch"])
 def test_control_a_part_left_out_is_seen(ranks, expected, missing):
     for batches in ranks:
