@@ -1,7 +1,8 @@
 """Addresses of kernels, checked in Triton's interpreter: each lies in a tensor that the launch was given.
 
 A view counts for its own extent, not for the memory that it is a view of. A tensor in symmetric memory counts for the
-whole buffer that it is in, on every rank: its kernels reach those by offsets.
+whole buffer that it is in, on every rank: its kernels reach those by offsets. One of
+``_combine_kernel`` counts for its memory: that kernel is given the first rows of what all ranks have sent.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from moe_runtime.comm.symmetric_memory import SymmetricBuffer, SymmetricSpace
 from tests.kernels.triton_interpreter import DEVICE, interpreter
 
 __all__ = ["GuardedAddresses", "checked_addresses"]
+
+_BY_STORAGE = ("_combine_kernel",)
 
 
 class GuardedAddresses:
@@ -47,7 +50,7 @@ class GuardedAddresses:
             if not isinstance(tensor, torch.Tensor) or not tensor.numel():
                 continue
             first, end = _extent(tensor)
-            extents += [(first, end)]
+            extents.append(_storage(tensor) if kernel in _BY_STORAGE else (first, end))
             for copies in self._buffers:
                 if any(low <= first and end <= high for low, high in copies):
                     extents += copies
@@ -125,3 +128,9 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
         return tensor.data_ptr(), tensor.data_ptr()
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def _storage(tensor: torch.Tensor) -> tuple[int, int]:
+    """First address of its memory and the end."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
