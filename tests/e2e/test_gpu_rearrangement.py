@@ -5,13 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from moe_runtime.engine.request import SamplingParams
 from tests.gpu_engine import gpu_llm, write_gpu_checkpoint
+from tests.kernels.address_guard import checked_addresses
 from tests.placements import any_placement, placed
 from tests.ranks import RankContext
 
+from triton.runtime.errors import InterpreterError  # isort: skip
 from moe_runtime.kernels.replicas import CopyChoice, copy_choice  # isort: skip
+from moe_runtime.kernels.tokens_triton import record_tokens  # isort: skip
+from moe_runtime.layers import cuda_experts, spread_experts  # isort: skip
 
 LIMITS = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "kv_cache_blocks": 12}
 PROMPTS = [[5, 9, 81]]
@@ -79,3 +84,28 @@ def test_ranks_move_experts(ranks, folder, expected):
     for found, versions, again in ranks(2, run_moving, str(folder), 1, 2, CopyChoice.BATCH_ROW):
         assert (found, again) == (expected, expected)
         assert max(versions) == 1
+
+
+@pytest.mark.parametrize("most_positions", [16, 0], ids=["slot tables", "sorted rows"])
+def test_no_kernel_leaves_its_tensors_where_there_are_copies(folder, expected, monkeypatch, most_positions):
+    """A step that fills its slot tables, experts whose numbers are above the model's, and skewed routing."""
+    monkeypatch.setattr(cuda_experts, "MAX_CAPACITY", 16)
+    monkeypatch.setattr(spread_experts, "MAX_CAPACITY", most_positions)
+    num_redundant = 5
+    with checked_addresses() as guard, placed(lambda *sizes: any_placement(*sizes, num_redundant, seed=7)):
+        llm = gpu_llm(folder, dispatcher="loopback", loopback_ranks=2, **LIMITS)
+        llm.model.decoder.experts._scratch.slice_positions = 4
+        found, versions, _ = moving(llm, 2, num_redundant)
+        assert (found, max(versions)) == (expected, 1)
+        for layer in llm.model.decoder.layers:
+            layer.router[: EXPERTS // 2] *= 50
+        llm.generate([list(range(30, 43))], PARAMS)
+    assert set(guard.kernels) >= {"_topk", "_dispatch", "_gate_up", "_down", "_combine_kernel"}
+    assert ("_local_slots" in guard.kernels) == (most_positions > 0)
+
+
+def test_control_a_kernel_that_leaves_its_tensors_is_caught():
+    room = torch.zeros(8, dtype=torch.int32)
+    with checked_addresses(), pytest.raises(InterpreterError, match="_record stores 1 addresses outside"):
+        record_tokens(torch.ones(2, dtype=torch.int32), torch.tensor([3, 4], dtype=torch.int32), room[:4])
+    assert bool((room == 0).all()), "nothing is written"
