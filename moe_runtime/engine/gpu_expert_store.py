@@ -74,6 +74,8 @@ class GpuExpertStore(ExpertStore):
             nowhere = torch.zeros(1, dtype=torch.int32, device=self._device)
             copy_rows(first.w13, self._spare.w13, nowhere)
             copy_rows(first.w2, self._spare.w2, nowhere)
+        if self._is_gpu:  # the side stream does not wait for the spare room's first writes
+            torch.cuda.synchronize(self._device)
         self._is_timing = False
         self._stall_s = 0.0
         self._timing = threading.Lock()
