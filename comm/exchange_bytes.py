@@ -1,6 +1,7 @@
 """Bytes of the buffers through which ranks on GPUs exchange rows, from dimensions alone. Pure, no torch.
 
-``ExchangeSizes`` (gpu_exchange.py) makes the buffers; the engine sizes its KV cache, and the planner a fleet, by this.
+``ExchangeSizes`` (gpu_exchange.py) has the tensors' shapes; the engine sizes its KV cache, and the planner a fleet, by
+this.
 """
 
 from __future__ import annotations
@@ -52,39 +53,39 @@ class ExchangeBytes:
         return self.size if self.presums else self.num_topk
 
     @property
-    def row(self) -> int:
+    def row_bytes(self) -> int:
         """A hidden row."""
         return self.hidden * self.item_bytes
 
     @property
-    def table(self) -> int:
+    def table_bytes(self) -> int:
         """A token table: rows, ids, weights."""
         positions = self.size * self.max_rows
-        return carved(positions * self.row) + 2 * carved(positions * self.num_topk * 4)
+        return carved(positions * self.row_bytes) + 2 * carved(positions * self.num_topk * 4)
 
     @property
-    def symmetric(self) -> int:
+    def symmetric_bytes(self) -> int:
         """A rank's region of symmetric memory."""
-        rows = carved(self.max_rows * self.rows_home * self.row)
-        return self.table + rows + carved(2 * self.num_layers * self.size * 4)
+        rows = carved(self.max_rows * self.rows_home * self.row_bytes)
+        return self.table_bytes + rows + carved(2 * self.num_layers * self.size * 4)
 
     @property
-    def collective(self) -> int:
+    def collective_bytes(self) -> int:
         """Most bytes that a rank needs: its table and its rows, kept, and copies of both while they travel."""
         # A table, what is sent into it and own rows; fixed rows, what is sent of them and what comes back.
-        num_bytes = 2 * self.table + self.table // self.size
+        num_bytes = 2 * self.table_bytes + self.table_bytes // self.size
         if self.presums:
-            return num_bytes + 3 * self.size * self.max_rows * self.row
+            return num_bytes + 3 * self.size * self.max_rows * self.row_bytes
         fixed_rows = self.size * min(self.max_rows, MAX_FIXED_ROWS) * self.num_topk
         # Of a step of exact sizes: a slice's rows, those of them that travel, and what is home, once and as received.
         exact_rows = (2 * self.slice_positions + 2 * self.max_rows) * self.num_topk
-        return num_bytes + (3 * fixed_rows + exact_rows) * self.row
+        return num_bytes + (3 * fixed_rows + exact_rows) * self.row_bytes
 
     @property
-    def expanded(self) -> int:
+    def expanded_bytes(self) -> int:
         """Most bytes where every (token, slot) is received as a row: all of all ranks, as received, picked in the order
         of experts, weighted, and in the transport's own buffer."""
-        return 4 * self.size * self.max_rows * self.num_topk * self.row
+        return 4 * self.size * self.max_rows * self.num_topk * self.row_bytes
 
 
 def shard_sum_bytes(size: int, hidden: int, num_layers: int, max_rows: int, item_bytes: int) -> int:

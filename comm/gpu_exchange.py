@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -70,47 +70,19 @@ class StepShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExchangeSizes:
-    """What buffers are sized from.
+class ExchangeSizes(ExchangeBytes):
+    """The buffers' tensors: shapes beside the bytes of ``ExchangeBytes``.
 
     Attributes:
-        size: W.
-        max_rows: Most tokens of a rank in a step.
-        hidden, num_topk, num_layers: H, K and the layers with experts.
+        item_bytes: Follows from ``dtype``.
         dtype: Model dtype.
-        presums: A rank adds the slots that it holds of a token before they travel.
     """
 
-    size: int
-    max_rows: int
-    hidden: int
-    num_topk: int
-    num_layers: int
+    item_bytes: int = field(init=False)
     dtype: torch.dtype
-    presums: bool = False
 
-    @property
-    def num_bytes(self) -> ExchangeBytes:
-        """What everything takes."""
-        return ExchangeBytes(
-            size=self.size,
-            max_rows=self.max_rows,
-            hidden=self.hidden,
-            num_topk=self.num_topk,
-            num_layers=self.num_layers,
-            item_bytes=self.dtype.itemsize,
-            presums=self.presums,
-        )
-
-    @property
-    def slice_positions(self) -> int:
-        """Most positions of a slice of the table; no less than a slot table's."""
-        return self.num_bytes.slice_positions
-
-    @property
-    def rows_home(self) -> int:
-        """Rows that come home of each token."""
-        return self.num_bytes.rows_home
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "item_bytes", self.dtype.itemsize)
 
     @property
     def table(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -130,16 +102,6 @@ class ExchangeSizes:
             "rows": ((self.max_rows, self.rows_home, self.hidden), self.dtype),
             "flags": ((2 * self.num_layers, self.size), torch.int32),
         }
-
-    @property
-    def symmetric_bytes(self) -> int:
-        """Bytes of a rank's region."""
-        return self.num_bytes.symmetric
-
-    @property
-    def collective_bytes(self) -> int:
-        """Most bytes that a rank needs where rows travel by all-to-all."""
-        return self.num_bytes.collective
 
 
 class GpuExchange(ABC):

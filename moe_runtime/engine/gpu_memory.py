@@ -108,12 +108,12 @@ def gpu_buffers(
     exchange, rows = 0, max_rows
     if transport == "loopback":
         own = shape.exchange(loopback_ranks, -(-rows // loopback_ranks), presums=presums)
-        exchange += loopback_ranks * own.symmetric
+        exchange += loopback_ranks * own.symmetric_bytes
         rows = min(rows, MAX_SLICE)
     if num_ranks > 1:
         sizes = shape.exchange(num_ranks, rows, presums=presums)
-        by_transport = {"symmetric": sizes.symmetric, "deepep": sizes.expanded}
-        exchange += by_transport.get(transport, sizes.collective) + NCCL_BYTES
+        by_transport = {"symmetric": sizes.symmetric_bytes, "deepep": sizes.expanded_bytes}
+        exchange += by_transport.get(transport, sizes.collective_bytes) + NCCL_BYTES
         rows = min(num_ranks * rows, MAX_SLICE)
     if adding_ranks > 1:
         exchange += shard_sum_bytes(adding_ranks, shape.hidden, shape.num_layers, max_rows, shape.item_bytes)

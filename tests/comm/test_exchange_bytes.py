@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 import pytest
@@ -30,11 +31,11 @@ def test_a_region_is_the_sum_of_its_tensors(change, presums):
     own = sizes(**change, presums=presums)
     names = ("size", "max_rows", "hidden", "num_topk", "num_layers", "presums")
     theirs = gpu_exchange.ExchangeSizes(**{name: getattr(own, name) for name in names}, dtype=torch.bfloat16)
-    assert own.symmetric == sum(
+    assert own.symmetric_bytes == sum(
         carved(prod(shape) * dtype.itemsize) for shape, dtype in theirs.symmetric.values()
     )
-    assert theirs.symmetric_bytes == own.symmetric
-    assert theirs.collective_bytes == own.collective
+    assert theirs.symmetric_bytes == own.symmetric_bytes
+    assert replace(theirs, dtype=torch.float32).row_bytes == 2 * own.row_bytes
 
 
 def test_slices_hold_a_slot_table_and_no_more_than_the_limit():
@@ -49,5 +50,5 @@ def test_slices_hold_a_slot_table_and_no_more_than_the_limit():
 def test_whole_alignments_are_carved_and_fixed_rows_are_bounded():
     assert [carved(n) for n in (0, 1, ALIGNMENT_BYTES, ALIGNMENT_BYTES + 1)] == [0, 1024, 1024, 2048]
     small, large = sizes(max_rows=MAX_FIXED_ROWS), sizes(max_rows=2 * MAX_FIXED_ROWS)
-    assert large.collective < 2 * small.collective
-    assert large.expanded == 2 * small.expanded == 4 * 3 * 2 * MAX_FIXED_ROWS * 4 * 80
+    assert large.collective_bytes < 2 * small.collective_bytes
+    assert large.expanded_bytes == 2 * small.expanded_bytes == 4 * 3 * 2 * MAX_FIXED_ROWS * 4 * 80

@@ -39,16 +39,19 @@ def test_one_gpu_exchanges_nothing():
 @pytest.mark.parametrize("transport", ["symmetric", "collective", "deepep"])
 def test_several_hold_what_their_transport_needs(transport):
     sizes = SHAPE.exchange(4, 100)
-    expected = {"symmetric": sizes.symmetric, "collective": sizes.collective, "deepep": sizes.expanded}[
-        transport
-    ]
+    expected = {
+        "symmetric": sizes.symmetric_bytes,
+        "collective": sizes.collective_bytes,
+        "deepep": sizes.expanded_bytes,
+    }[transport]
     found = buffers(num_ranks=4, transport=transport)
     assert found.exchange == expected + NCCL_BYTES
     assert found.activations > buffers().activations
 
 
 def test_virtual_ranks_have_regions_of_their_own_and_presumming_rows():
-    assert buffers(transport="loopback", loopback_ranks=4).exchange == 4 * SHAPE.exchange(4, 25).symmetric
+    region_bytes = SHAPE.exchange(4, 25).symmetric_bytes
+    assert buffers(transport="loopback", loopback_ranks=4).exchange == 4 * region_bytes
     extra = buffers(num_ranks=4, presums=True).activations - buffers(num_ranks=4).activations
     assert extra == 400 * 2 * 64 * 2
 
