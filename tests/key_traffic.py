@@ -1,9 +1,4 @@
-"""Random traffic for an engine on a device without numbers, and what each of its requests gives alone.
-
-A block's place holds a *key*, the hash of all tokens up to it. A row makes its key from the one before it as the block
-has it, and the runner compares it with that of the sequence's own tokens; what a row chooses follows from its key, its
-rules and the noise of its position. A second device runs what a follower would be sent.
-"""
+"""Random traffic for an engine on a device of keys (key_runner.py), and what each of its requests gives alone."""
 
 from __future__ import annotations
 
@@ -11,70 +6,32 @@ import random
 import threading
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
 
 from moe_runtime.comm.groups import RankGroup
-from moe_runtime.engine.batch import plan_step, wanted_rows
+from moe_runtime.engine.block_manager import BlockManager
 from moe_runtime.engine.engine import Engine
 from moe_runtime.engine.grammar import GrammarMask
-from moe_runtime.engine.messages import SequenceOutput, TokenLogprobs
+from moe_runtime.engine.messages import SequenceOutput
 from moe_runtime.engine.request import Request, SamplingParams, choice_seed
-from moe_runtime.engine.routed_experts import RoutedExperts, join_routed_experts, num_routed_tokens
-from moe_runtime.engine.runner import LaunchedStep, Runner
-from moe_runtime.engine.sampler import ScoredRow
+from moe_runtime.engine.routed_experts import join_routed_experts, num_routed_tokens
 from moe_runtime.engine.scheduler import Scheduler, SchedulerConfig
 from moe_runtime.engine.sequence import UNKNOWN_TOKEN, Sequence
 from moe_runtime.engine.sequence_grammar import SequenceGrammar
 from moe_runtime.engine.sequence_rules import SequenceRules
 from moe_runtime.engine.speculative import Proposer, Speculation
-from moe_runtime.engine.step_plan import StepPlan
 from moe_runtime.engine.structured_outputs import Grammar, StructuredOutputs
 from moe_runtime.errors import InvalidRequestError
 from moe_runtime.kernels.attention import BLOCK_SIZE
-from moe_runtime.kernels.logit_rules import RowRules, apply_rules, leaves_a_token
+from moe_runtime.kernels.logit_rules import RowRules, leaves_a_token
+from tests.key_runner import VOCAB, KeyRunner, chosen_after, keys_of, logprobs_of, next_key, routing_of
 
-__all__ = ["KeyRunner", "keys_of", "next_key", "routing_of", "run"]
+__all__ = ["EOS_ID", "Traffic", "alone", "drive", "run"]
 
-VOCAB = 24
 EOS_ID = 0
 TEXT = tuple(random.Random(7).choices(range(VOCAB), k=400))
-
-
-def next_key(key: int, token_id: int) -> int:
-    return hash((key, token_id))
-
-
-def keys_of(token_ids) -> list[int]:
-    keys, key = [], 1
-    for token_id in token_ids:
-        key = next_key(key, token_id)
-        keys.append(key)
-    return keys
-
-
-def chosen_after(
-    key: int, position: int, params: SamplingParams, seed: int, rules: RowRules | None, last: int
-):
-    """The token at ``position``: logits from the key, with ties; noise by seed and position; rules as they are."""
-    noise = 0 if params.temperature == 0 else hash((seed, position))
-    logits = torch.tensor([[float(hash((key, noise, v)) % 50) for v in range(VOCAB)]])
-    if rules is not None:
-        logits = apply_rules(logits, [rules], [last])
-    best = logits.max()
-    assert best > -torch.inf, "a row without a token to choose"
-    return int((logits[0] == best).nonzero()[0])
-
-
-def logprobs_of(key: int, token_id: int) -> TokenLogprobs:
-    return TokenLogprobs(float(hash((key, token_id)) % 10007))
-
-
-def routing_of(keys) -> RoutedExperts:
-    return RoutedExperts("uint8", (len(keys), 1, 1), bytes(key % 251 for key in keys))
 
 
 class Form:
@@ -150,110 +107,6 @@ class LateScheduler(Scheduler):
         return super().schedule()
 
 
-class Device:
-    """Blocks of keys."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self.content: list[list[int | None]] = [[None] * BLOCK_SIZE for _ in range(num_blocks)]
-
-    def run(self, plan: StepPlan) -> list[int]:
-        """Write the keys of a step's tokens, each made from the one before it as the block has it; returns them."""
-        keys, at = [], 0
-        for start, length, table in zip(
-            plan.start_positions, plan.query_lens, plan.block_tables, strict=True
-        ):
-            for position in range(start, start + length):
-                before = self.content[table[(position - 1) // BLOCK_SIZE]][(position - 1) % BLOCK_SIZE]
-                key = next_key(before if position else 1, plan.token_ids[at])
-                self.content[table[position // BLOCK_SIZE]][position % BLOCK_SIZE] = key
-                keys.append(key)
-                at += 1
-        return keys
-
-
-class KeyRunner(Runner):
-    """Runs steps on the devices and checks what they read."""
-
-    def __init__(self, num_blocks: int, *, overlaps: bool) -> None:
-        self.overlaps = overlaps
-        self.devices = Device(num_blocks), Device(num_blocks)
-        self.last_token: dict[Sequence, int] = {}
-        self.keys: dict[Sequence, list[int]] = {}
-        self.expert_load: Any = SimpleNamespace(before_step=lambda view: None)
-        self.counted: Counter[tuple[Sequence, int, int]] = Counter()
-        self.last_rows: list[tuple[Sequence, int, int]] = []
-        self.last_has_drafts = False
-        self.num_unknown = self.num_masked_drafts = self.num_ended = 0
-
-    def launch(self, chunks, tokens_per_rank, *, is_decode):
-        rows = wanted_rows(chunks)
-        plan = plan_step(chunks, rows)
-        assert StepPlan.unpack(plan.pack()) == plan
-        plan = replace(plan, token_ids=self._resolve(chunks, plan.token_ids))
-        first, second = self.devices
-        found = first.run(plan)
-        assert second.run(StepPlan.unpack(plan.pack())) == found
-        true_keys = [key for chunk in chunks for key in self._true_keys(chunk)]
-        assert found == true_keys, "a row has read what another sequence, or a wrong draft, has left"
-        places = [
-            (chunk.sequence, chunk.sequence.num_computed_tokens + i)
-            for chunk in chunks
-            for i in range(chunk.num_tokens)
-        ]
-        self.last_rows = [(s, p, key) for (s, p), key in zip(places, found, strict=True)]
-        self.counted.update(self.last_rows)
-        self.last_has_drafts = plan.has_drafts
-        self.num_masked_drafts += sum(len(c.draft_ids) for c in chunks if c.sequence.grammar is not None)
-        results = [self._result(row, found[row.token_idx], plan.token_ids[row.token_idx]) for row in rows]
-        routed = [key for s, _, key in self.last_rows if s.params.return_routed_experts]
-        return LaunchedStep(rows, lambda: results, (lambda: routing_of(routed)) if routed else None)
-
-    def uncount(self, token_idx):
-        if not self.last_has_drafts:
-            self.num_ended += len(token_idx)
-        self.counted.subtract([self.last_rows[i] for i in token_idx])
-
-    def follow(self, plan, tokens_per_rank, *, is_decode):
-        raise AssertionError("the second device follows in launch")
-
-    def _resolve(self, chunks, token_ids) -> list[int]:
-        resolved, at = list(token_ids), 0
-        for chunk in chunks:
-            for i in range(at, at + chunk.num_tokens):
-                if resolved[i] == UNKNOWN_TOKEN:
-                    assert chunk.sequence.grammar is None, "its mask follows from the token"
-                    resolved[i] = self.last_token[chunk.sequence]
-                    self.num_unknown += 1
-            at += chunk.num_tokens
-        return resolved
-
-    def _true_keys(self, chunk) -> list[int]:
-        """By the sequence's tokens, wherever they are."""
-        sequence = chunk.sequence
-        keys = self.keys.setdefault(sequence, [])
-        for token_id in sequence.token_ids[len(keys) : sequence.num_computed_tokens + chunk.num_known_tokens]:
-            known = self.last_token[sequence] if token_id == UNKNOWN_TOKEN else token_id
-            keys.append(next_key(keys[-1] if keys else 1, known))
-        own = keys[: sequence.num_computed_tokens + chunk.num_known_tokens]
-        for token_id in chunk.draft_ids:
-            own.append(next_key(own[-1], token_id))
-        return own[sequence.num_computed_tokens :]
-
-    def _result(self, row, key: int, last_id: int) -> ScoredRow:
-        sequence = row.sequence
-        if row.prompt_position is not None:
-            token_id = sequence.token_ids[row.prompt_position]
-            return ScoredRow(token_id, logprobs_of(key, token_id))
-        forced = sequence.params.forced_token_ids
-        if forced is not None:
-            token_id = forced[sequence.num_output_tokens]
-        else:
-            token_id = chosen_after(key, row.position, sequence.params, sequence.seed, row.rules, last_id)
-        if not row.is_verify:
-            self.last_token[sequence] = token_id
-        return ScoredRow(token_id, None if sequence.params.logprobs is None else logprobs_of(key, token_id))
-
-
 class RandomProposer(Proposer):
     """Drafts that are right for a while, or not at all, in any number."""
 
@@ -280,13 +133,13 @@ class Traffic:
     num_blocks: int
     limits: SchedulerConfig
     overlaps: bool
-    prefix_cache: bool
-    most_drafts: int
-    paced: bool
     arrivals: list[tuple[int, Request]]
     aborts: list[tuple[int, str, int | None]] = field(default_factory=list)
     preemptions: list[tuple[int, str]] = field(default_factory=list)
     flushes: set[int] = field(default_factory=set)
+    prefix_cache: bool = True
+    most_drafts: int = 0
+    paced: bool = False
 
 
 def traffic(rng: random.Random) -> Traffic:
@@ -400,8 +253,14 @@ def alone(request: Request, choice_idx: int) -> Alone:
     return Alone(ids[num_prompt:], reason, keys)
 
 
-def drive(case: Traffic, rng: random.Random) -> Engine:
-    """Run the traffic to its end, looking at every step."""
+def drive(case: Traffic, rng: random.Random, blocks: type[BlockManager] = BlockManager) -> Engine:
+    """Run the traffic to its end, looking at every step.
+
+    Args:
+        case: What comes when.
+        rng: When grammars' work is done, and what drafts are.
+        blocks: In place of the block manager.
+    """
     expected = {(r.request_id, i): alone(r, i) for _, r in case.arrivals for i in range(r.params.n)}
     runner, grammars = KeyRunner(case.num_blocks, overlaps=case.overlaps), LateGrammars(rng)
     speculation = None
@@ -418,6 +277,7 @@ def drive(case: Traffic, rng: random.Random) -> Engine:
         speculation=speculation,
         grammars=grammars,  # type: ignore[arg-type]
     )
+    engine.scheduler.blocks.__class__ = blocks
     engine.scheduler.__class__ = LateScheduler
     engine.scheduler.grammars = grammars  # type: ignore[attr-defined]
     outputs: dict[tuple[str, int], list[SequenceOutput]] = {name: [] for name in expected}
@@ -465,6 +325,7 @@ def drive(case: Traffic, rng: random.Random) -> Engine:
     counts = sum(len(o.token_ids) for parts in outputs.values() for o in parts)
     assert engine.num_generation_tokens == counts
     assert engine.scheduler.blocks.num_free_blocks == case.num_blocks
+    assert engine.scheduler.blocks.num_flushes == len(case.flushes)
     return engine
 
 
@@ -479,6 +340,9 @@ def check_blocks(engine: Engine) -> None:
         most = scheduler.blocks.num_blocks_for(s.num_tokens + drafts.get(id(s), 0))
         assert len(s.block_ids) <= most, "drafts have left blocks behind"
         assert UNKNOWN_TOKEN not in s.token_ids[:-1]
+        assert len(set(s.block_ids)) == len(s.block_ids)
+        if not s.params.cache_prompt:
+            assert all(holders[block] == 1 for block in s.block_ids), "an opted-out request shares a block"
 
 
 def check_outputs(request, choice: int, one: Alone, outputs: list[SequenceOutput], is_whole: bool) -> None:
@@ -501,7 +365,7 @@ def check_outputs(request, choice: int, one: Alone, outputs: list[SequenceOutput
         num_routed = num_routed_tokens(num_prompt, len(found))
         routed = join_routed_experts([o.routed_experts for o in outputs if o.routed_experts is not None])
         assert routed.first(num_routed) == routing_of(one.keys[:num_routed])
-    assert outputs[0].num_cached_tokens < num_prompt
+    assert outputs[0].num_cached_tokens < (num_prompt if params.cache_prompt else 1)
 
 
 def run(seed: int) -> Engine:
