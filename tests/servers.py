@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -15,11 +14,9 @@ from typing import Any
 
 import httpx
 
-from tests.benchmark_modules import load_benchmark_module
+from tests.rank_programs import command_of
 
 __all__ = ["RunningServer", "running_server"]
-
-rank_processes = load_benchmark_module("rank_processes")
 
 
 class RunningServer:
@@ -40,12 +37,9 @@ class RunningServer:
     ) -> None:
         program = ["-m", "moe_runtime.serve"] if script is None else [script]
         program += ["--port", "0", *flags]
-        command = (
-            rank_processes.torchrun(world_size, *program) if world_size > 1 else [sys.executable, *program]
-        )
         self.world_size = world_size
         self.process = subprocess.Popen(
-            command,
+            command_of(world_size, *program),
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},

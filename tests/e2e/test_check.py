@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from moe_runtime.launch.check import main
 from tests.checkpoints import tiny_config, write_checkpoint
+from tests.rank_programs import run_to_end
 
 FLAGS = ["--num-prompts", "6", "--max-tokens", "4"]
 
@@ -21,17 +20,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_checkpoint(tmp_path_factory.mktemp("check") / "tiny", tiny_config("qwen3_moe")))
 
 
-def torchrun(world_size: int, *flags: str) -> subprocess.CompletedProcess[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size)]
-    launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
-    return subprocess.run(
-        [*launcher, "-m", "moe_runtime.check", *flags],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+def check(world_size: int, *flags: str) -> subprocess.CompletedProcess[str]:
+    return run_to_end(world_size, "-m", "moe_runtime.check", *flags, timeout_s=120)
 
 
 def test_two_ranks_print_one_table_and_the_digest_of_one_rank(model: str, tmp_path: Path) -> None:
@@ -39,7 +29,7 @@ def test_two_ranks_print_one_table_and_the_digest_of_one_rank(model: str, tmp_pa
     assert main(["--model", model, *FLAGS, "--axes", "again", "--json", str(alone)]) == 0
     digest = json.loads(alone.read_text())["digest"]
     axes = ["again", "shuffled", "alone", "arrival", "chunks", "scored"]
-    done = torchrun(
+    done = check(
         2, "--model", model, *FLAGS, "--axes", *axes, "--json", str(together), "--expect-digest", digest
     )
     assert done.returncode == 0, done.stderr
@@ -57,7 +47,7 @@ def test_groups_of_two_print_the_digest_of_one_rank(model: str, tmp_path: Path) 
     assert main(["--model", model, *FLAGS, "--axes", "again", "--json", str(alone)]) == 0
     digest = json.loads(alone.read_text())["digest"]
     flags = ["--tp", "2", "--axes", "arrival", "chunks", "--json", str(together), "--expect-digest", digest]
-    done = torchrun(4, "--model", model, *FLAGS, *flags)
+    done = check(4, "--model", model, *FLAGS, *flags)
     assert done.returncode == 0, done.stderr
     content = json.loads(together.read_text())
     assert content["digest"] == digest
@@ -71,7 +61,7 @@ def test_two_ranks_run_on_the_other_transport_in_groups_and_alone(model: str, tm
     content = json.loads(alone.read_text())
     assert list(content["axes"][0]["deployments"]) == ["loopback EP 2", "loopback EP 4", "loopback EP 8"]
     flags = ["--axes", "topology", "--json", str(together), "--expect-digest", content["digest"]]
-    done = torchrun(2, "--model", model, *FLAGS, *flags)
+    done = check(2, "--model", model, *FLAGS, *flags)
     assert done.returncode == 0, done.stderr
     (axis,) = json.loads(together.read_text())["axes"]
     assert axis["deployments"] == {"collective tp 1": 0, "symmetric tp 2": 0, "EP 1": 0}
@@ -85,7 +75,7 @@ def test_a_tp_size_that_the_model_has_no_heads_for_is_told_and_the_rest_runs(
     model: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "3.json"
-    done = torchrun(3, "--model", model, *FLAGS, "--axes", "topology", "--json", str(file))
+    done = check(3, "--model", model, *FLAGS, "--axes", "topology", "--json", str(file))
     assert done.returncode == 0, done.stderr
     (axis,) = json.loads(file.read_text())["axes"]
     assert axis["deployments"] == {"collective tp 1": 0, "EP 1": 0}
@@ -95,13 +85,13 @@ def test_a_tp_size_that_the_model_has_no_heads_for_is_told_and_the_rest_runs(
 
 @pytest.mark.slow  # the rule is in tests/moe_runtime/engine/test_model_loader.py, how ranks leave is in the next test
 def test_a_number_of_ranks_that_groups_do_not_divide_is_refused(model: str) -> None:
-    done = torchrun(2, "--model", model, *FLAGS, "--tp", "4")
+    done = check(2, "--model", model, *FLAGS, "--tp", "4")
     assert done.returncode != 0
     assert "error: world_size (2) must be divisible by tp (4)" in done.stderr
 
 
 def test_all_ranks_leave_with_code_4(model: str) -> None:
-    done = torchrun(2, "--model", model, *FLAGS, "--axes", "alone", "--control", "free-gemm")
+    done = check(2, "--model", model, *FLAGS, "--axes", "alone", "--control", "free-gemm")
     assert done.returncode != 0
     assert "control free-gemm was noticed by alone" in done.stdout
     # torchrun's summary has one entry for each rank.
@@ -118,7 +108,7 @@ def test_prefixes_from_the_caches_of_many_ranks_change_nothing(
 ) -> None:
     file = tmp_path / "many.json"
     flags = ["--num-prompts", "16", "--max-tokens", "8", "--axes", "radix_cache", "--tp", str(tp)]
-    done = torchrun(world_size, "--model", model, *flags, "--json", str(file))
+    done = check(world_size, "--model", model, *flags, "--json", str(file))
     assert done.returncode == 0, done.stderr
     (axis,) = json.loads(file.read_text())["axes"]
     assert axis["passed"]

@@ -7,8 +7,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.rank_programs import run_to_end
 from tests.servers import RunningServer, running_server
 
 pytestmark = pytest.mark.xdist_group("servers")
@@ -266,11 +265,7 @@ def test_sigterm_to_torchrun_drains() -> None:
     ],
 )
 def test_what_all_ranks_find_wrong_is_said_once(flags: list[str], message: str) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "-m", "moe_runtime.serve", *flags]
-    done = subprocess.run(
-        [*command, "--device", "cpu"], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = run_to_end(2, "-m", "moe_runtime.serve", *flags, "--device", "cpu", timeout_s=60)
     before_report = done.stderr.partition("ChildFailedError")[0]
     assert before_report.count(message) == 1, before_report
     assert "exitcode  : 2 " in done.stderr

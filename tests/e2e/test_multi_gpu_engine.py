@@ -19,6 +19,7 @@ import torch
 
 from tests.checkpoints import write_checkpoint
 from tests.gpu_engine import gpu_config
+from tests.rank_programs import run_to_end
 from tests.servers import running_server
 
 DEVICE = "cuda"
@@ -34,18 +35,8 @@ pytestmark = [
 
 def check(num_ranks: int, *flags: str, json_file: Path) -> dict:
     """Run ``moe_runtime.check``; every axis must pass."""
-    launcher = [sys.executable]
-    if num_ranks > 1:
-        launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
-        launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
-    done = subprocess.run(
-        [*launcher, "-m", "moe_runtime.check", "--device", DEVICE, "--json", str(json_file), *flags],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    program = ["-m", "moe_runtime.check", "--device", DEVICE, "--json", str(json_file)]
+    done = run_to_end(num_ranks, *program, *flags, timeout_s=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found: dict = json.loads(json_file.read_text())
     return found

@@ -5,12 +5,10 @@ Without two GPUs nothing of this runs; ``DEVICE`` set to "cpu" shows that the sc
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+
+from tests.rank_programs import run_to_end
 
 DEVICE = "cuda"
 
@@ -75,15 +73,6 @@ close_ranks(replace(llm.group, links=None))
 def test_pushed_experts_change_no_bit_and_wrong_ones_are_found(form, tmp_path):
     script = tmp_path / "moves.py"
     script.write_text(SCRIPT)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
-    done = subprocess.run(
-        [*launcher, str(script), DEVICE, form],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
+    done = run_to_end(2, str(script), DEVICE, form, timeout_s=250)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert done.stdout.count("has passed") == 2

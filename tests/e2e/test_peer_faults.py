@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.rank_programs import command_of
 from tests.servers import running_server
 
 pytestmark = [pytest.mark.xdist_group("servers"), pytest.mark.timeout(240)]
@@ -52,10 +52,11 @@ class Case:
 @contextlib.contextmanager
 def started(case: Case, folder: Path, *flags: str) -> Iterator[subprocess.Popen[str]]:
     """torchrun, and the end of all that it started."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(case.size)]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", SCRIPT, *flags]
     process = subprocess.Popen(
-        command, env=os.environ | case.environment(folder), stderr=subprocess.PIPE, text=True
+        command_of(case.size, SCRIPT, *flags),
+        env=os.environ | case.environment(folder),
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
         yield process

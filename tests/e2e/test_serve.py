@@ -18,6 +18,7 @@ import pytest
 
 from moe_runtime.engine.llm import LLM
 from moe_runtime.engine.request import SamplingParams
+from tests.rank_programs import run_to_end
 from tests.servers import RunningServer, running_server
 
 pytestmark = pytest.mark.xdist_group("servers")
@@ -255,9 +256,7 @@ def _two_ranks(folder: Path, on_rank_1: str) -> subprocess.CompletedProcess[str]
         f"exec {sys.executable} -m moe_runtime.serve --port 0 --device cpu\n"
     )
     script.chmod(0o755)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--no-python", str(script)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return run_to_end(2, "--no-python", str(script), timeout_s=120)
 
 
 def test_ranks_with_other_flags_do_not_start(tmp_path: Path) -> None:
