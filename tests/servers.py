@@ -1,4 +1,7 @@
-"""Starts ``moe_runtime.serve`` under torchrun for a test, on loopback and a free port, and ends what it started."""
+"""Starts ``moe_runtime.serve`` under torchrun for a test, on loopback and a free port, and ends what it started.
+
+A test that fails because it has lost its server shows how the server ended, and its log.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,17 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import httpx
 
 from tests.rank_programs import command_of
 
-__all__ = ["RunningServer", "running_server"]
+__all__ = ["RunningServer", "note_lost_servers", "running_server"]
+
+END_S = 15.0
+"""In which a server has ended once anything of it has."""
 
 
 class RunningServer:
@@ -90,6 +96,14 @@ class RunningServer:
         self._reader.join(5)
         return code
 
+    def last_words(self) -> str:
+        """How it ended, where it does within ``END_S``, and its log."""
+        try:
+            state = f"ended with {self.wait_exit(END_S)}"
+        except subprocess.TimeoutExpired:
+            state = "has not ended"
+        return f"the server {state}; its log:\n{self.text}"
+
     def close(self) -> None:
         """End everything that is left of it."""
         if self.process.poll() is None:
@@ -128,5 +142,19 @@ def running_server(
     try:
         server.wait_ready()
         yield server
+    except BaseException as error:
+        note_lost_servers(error, [server])
+        raise
     finally:
         server.close()
+
+
+def note_lost_servers(error: BaseException, used: Iterable[object]) -> None:
+    """Add the last words of the servers among ``used`` to the error of a test, where it comes from a connection."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, httpx.TransportError):
+        cause = cause.__cause__ or cause.__context__
+    if cause is not None:
+        for server in used:
+            if isinstance(server, RunningServer):
+                error.add_note(server.last_words())
