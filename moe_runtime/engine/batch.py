@@ -50,11 +50,6 @@ class LogitsRow:
         return self.sequence.num_tokens + len(self.draft_ids)
 
     @property
-    def last_token_id(self) -> int:
-        """The token before it, ``UNKNOWN_TOKEN`` where a step under way is choosing it."""
-        return self.draft_ids[-1] if self.draft_ids else self.sequence.token_ids[-1]
-
-    @property
     def rules(self) -> RowRules | None:
         """What to do to the row's logits, as if its drafts were part of the sequence; None for nothing."""
         return self.sequence.rules_after(self.draft_ids)

@@ -139,11 +139,6 @@ class Tokenizer:
             len(self.token_bytes(i)) for i in range(self._backend.get_vocab_size(with_added_tokens=True))
         )
 
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether ``apply_chat_template`` can work."""
-        return "default" in self._templates
-
     def encode(
         self, text: str, *, add_special_tokens: bool, param: str = "prompt", max_tokens: int | None = None
     ) -> list[int]:

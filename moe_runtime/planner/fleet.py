@@ -83,8 +83,7 @@ class Candidate:
         output_tokens_per_s: Of the fleet.
         requests_per_s: Of the fleet, at ``MAX_LOAD``.
         max_concurrency: Sequences of full length that the fleet's memory holds.
-        is_enough: Carries the request rate or concurrency asked for.
-        meets: The SLO, and is enough.
+        meets: The SLO, with the request rate or concurrency asked for.
     """
 
     topology: Topology
@@ -99,7 +98,6 @@ class Candidate:
     output_tokens_per_s: float
     requests_per_s: float
     max_concurrency: int
-    is_enough: bool
     meets: bool
 
     @property
@@ -282,7 +280,6 @@ def _with_replicas(
             output_tokens_per_s=float(points.output_tokens_per_s[i]) * replicas,
             requests_per_s=rate * replicas,
             max_concurrency=per_replica * replicas,
-            is_enough=replicas >= wanted,
             meets=is_fast and replicas >= wanted,
         )
 

@@ -32,14 +32,13 @@ class BalanceRow:
         num_redundant_experts: Of a layer, over all ranks.
         contiguous: Mean over peak load with experts in the order of their ids.
         planned: The same after the placement that eplb plans; without redundant experts a permutation.
-        numbered_load, planned_load: ``[layers, ranks]``, relative to the mean.
+        numbered_load: ``[layers, ranks]`` of the former, relative to the mean.
     """
 
     num_redundant_experts: int
     contiguous: float
     planned: float
     numbered_load: FloatArray
-    planned_load: FloatArray
 
 
 def distinct_ranks(num_experts: int, num_topk: int, num_ranks: int) -> float:
@@ -95,7 +94,6 @@ def balance_rows(counts: IntArray, ep_size: int, redundant: tuple[int, ...]) -> 
                 contiguous=float(balance_of(counts, plain).overall),
                 planned=float(balance_of(counts, planned).overall),
                 numbered_load=_relative_load(counts, plain),
-                planned_load=_relative_load(counts, planned),
             )
         )
     return rows

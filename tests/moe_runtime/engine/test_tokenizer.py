@@ -358,7 +358,6 @@ def test_chat_template_file_wins_over_the_config_and_tools_pick_their_own(tmp_pa
 
 def test_a_missing_chat_template_is_the_requests_error(tmp_path):
     tokenizer = Tokenizer.from_dir(save(byte_level_backend(), tmp_path))
-    assert not tokenizer.has_chat_template
     with pytest.raises(InvalidRequestError, match="no chat template") as caught:
         tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
     assert caught.value.param == "messages"
