@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 # One thread per process, as in service; set before torch is imported.
@@ -25,18 +26,25 @@ settings.register_profile("repository", derandomize=True, deadline=None, databas
 settings.load_profile("repository")
 
 
+FAKE_RANKS = Path(__file__).parent / "moe_runtime" / "server"
+"""Its tests share a server of that kind."""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Group for xdist what shares something that is dear to make.
 
     Every test that uses ``ranks`` is in one group, so that only one worker has a pool. Tests that share a fixture of
     their module are in one group too, so that it is made once: that of ``ranks`` where the module has one, else
-    the module's own. Groups start before single tests, which even out the ends of the workers.
+    the module's own. So are all tests of the server that fake ranks serve: these are threads of the worker, which must
+    not be left to others' tests for minutes. Groups start before single tests, which even out the ends of the workers.
     """
     with_ranks = {item.path for item in items if "ranks" in getattr(item, "fixturenames", ())}
     for item in items:
         if "ranks" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("ranks"))
+        elif "server" in getattr(item, "fixturenames", ()) and FAKE_RANKS in item.path.parents:
+            item.add_marker(pytest.mark.xdist_group("fake ranks"))
         elif item.get_closest_marker("xdist_group") is None and _shares_with_its_module(item):
             group = (
                 "ranks" if item.path in with_ranks else item.path.relative_to(item.config.rootpath).as_posix()
