@@ -14,9 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_runtime.kernels.all_reduce_triton import _pause
 from moe_runtime.kernels.dispatch_triton import RowHomes, TokenTable, home_offset
 from moe_runtime.kernels.expert_tile_triton import weighted_rounded
+from moe_runtime.kernels.peer_flags_triton import pause
 from moe_runtime.kernels.triton_launch import INTERPRETED, launch_options, wait_for_previous
 
 __all__ = ["identity_experts", "place_rows", "stop_between"]
@@ -76,7 +76,7 @@ def stop_between(pause_ns: torch.Tensor, *, pdl: bool = False) -> None:
 @triton.jit
 def _stop(pause_ns, SPIN: tl.constexpr, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
     wait_for_previous(PDL)
-    _pause(pause_ns, 1, SPIN)
+    pause(pause_ns, 1, SPIN)
 
 
 @triton.jit
@@ -102,7 +102,7 @@ def _identity(  # type: ignore[no-untyped-def]
     """Program (token, home, slots), slots fastest, then homes, so that local and remote rows alternate."""
     wait_for_previous(PDL)
     if PAUSE:
-        _pause(pause_ns, num_pauses, SPIN)
+        pause(pause_ns, num_pauses, SPIN)
     place = tl.program_id(0) // (K // SLOTS)
     position = (place % SIZE) * capacity + place // SIZE
     first = position * K + (tl.program_id(0) % (K // SLOTS)) * SLOTS

@@ -8,12 +8,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["ExchangeBytes", "all_reduce_bytes", "all_reduce_channels", "carved", "shard_sum_bytes"]
+__all__ = [
+    "ExchangeBytes",
+    "all_reduce_bytes",
+    "all_reduce_channels",
+    "carved",
+    "row_gather_bytes",
+    "row_gather_channels",
+    "row_gather_rows",
+    "shard_sum_bytes",
+]
 
 ALIGNMENT_BYTES = 1024
 """Where a tensor in a region starts, so that offsets are multiples of 16 elements for every dtype."""
 ALL_REDUCE_SETS = 2
 """Of buffers that the all-reduces of a step take by turns."""
+ROW_GATHER_SETS = 2
+"""Of buffers that the gathers of a step take by turns."""
+MAX_LOGIT_ROWS = 256
+"""Most rows whose logits a tensor-parallel group gathers at once."""
 MAX_SLICE = 16384
 """Most positions of a token table that experts work through at a time."""
 MAX_FIXED_ROWS = 256
@@ -98,6 +111,31 @@ def shard_sum_bytes(size: int, hidden: int, num_layers: int, max_rows: int, item
     """
     buffers = all_reduce_bytes(max_rows * hidden, 4, item_bytes)
     return buffers + carved(4 * all_reduce_channels(num_layers) * size)
+
+
+def row_gather_bytes(
+    size: int, hidden: int, vocab: int, num_layers: int, max_rows: int, item_bytes: int
+) -> int:
+    """Bytes of a rank's region for the rows and the fp32 logits that a tensor-parallel group gathers, and flags.
+
+    Args:
+        size: Ranks of the group.
+        hidden, vocab, num_layers, max_rows: H, ids, layers with a gather, most rows of a step.
+        item_bytes: Of an element of the model dtype.
+    """
+    rows = carved(row_gather_rows(size, max_rows) * hidden * item_bytes)
+    logits = carved(4 * MAX_LOGIT_ROWS * -(-vocab // size))
+    return ROW_GATHER_SETS * rows + logits + carved(4 * row_gather_channels(num_layers) * size)
+
+
+def row_gather_rows(size: int, max_rows: int) -> int:
+    """Of a set: two of each token at home here, or one of every token."""
+    return max(max_rows, 2 * -(-max_rows // size))
+
+
+def row_gather_channels(num_layers: int) -> int:
+    """Channels of flags of a step's gathers: the embedding's, one a layer, the logits', the end of the step."""
+    return num_layers + 3
 
 
 def all_reduce_bytes(

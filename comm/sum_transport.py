@@ -1,8 +1,9 @@
-"""Whether a tensor-parallel group adds parts, how these travel, and why: the one place that decides it. Pure, no torch.
+"""Whether a tensor-parallel group adds parts, how these and its rows travel, and why: the one place that decides it.
+Pure, no torch.
 
 The engine asks with what it finds on its machine (tensor_parallel.py, all_reduce.py, layers/row_parallel.py,
-layers/shard_sum.py), the planner with what a fleet would have (planner/tp_cost.py). The tree is one, so how parts
-travel changes no bit.
+layers/shard_sum.py, layers/row_gather.py), the planner with what a fleet would have (planner/tp_cost.py). The tree is
+one and rows are copied, so how they travel changes no bit.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ if TYPE_CHECKING:
 __all__ = [
     "GATHERED_BYTES",
     "SumTransport",
-    "adds_from_peers",
     "gathers_whole",
     "gpu_sum_transport",
     "has_parts_to_add",
+    "reads_from_peers",
 ]
 
 SumTransport = Literal["collective", "symmetric"]
@@ -41,7 +42,7 @@ def has_parts_to_add(size: int, level: str, num_parts: int) -> bool:
 
 
 def gpu_sum_transport(size: int, wanted: DispatcherName, fault: str) -> tuple[SumTransport, str]:
-    """What moves the parts of a group on GPUs, and why.
+    """What moves the parts and the rows of a group on GPUs, and why.
 
     Args:
         size: Ranks of the group.
@@ -62,8 +63,8 @@ def gpu_sum_transport(size: int, wanted: DispatcherName, fault: str) -> tuple[Su
     return "symmetric", "every GPU of the group reaches the memory of all others"
 
 
-def adds_from_peers(transport: str, device_type: str, size: int) -> bool:
-    """Whether kernels add parts where they lie, in the peers' memory; that of CPU ranks is reached by copies.
+def reads_from_peers(transport: str, device_type: str, size: int) -> bool:
+    """Whether kernels read parts and rows where they lie, in the peers' memory; that of CPU ranks is reached by copies.
 
     Args:
         transport: Of the group.

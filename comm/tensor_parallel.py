@@ -105,6 +105,12 @@ class TensorParallel:
         """Of ``[T, ...]``, the rows of tokens whose home is this rank."""
         return rows if self.size == 1 else rows[self.rank :: self.size]
 
+    def num_home(self, num_tokens: torch.Tensor) -> torch.Tensor:
+        """``[1]`` int32: how many of ``num_tokens``, ``[1]`` int32, have their home on this rank."""
+        if self.size == 1:
+            return num_tokens
+        return torch.div(num_tokens - self.rank + self.size - 1, self.size, rounding_mode="floor")
+
     def home_places(self, token_idx: Sequence[int]) -> list[int]:
         """Of tokens of a step, those at home on this rank, by their places among ``home_rows``.
 

@@ -37,9 +37,9 @@ import triton
 import triton.language as tl
 
 from moe_runtime.kernels.all_reduce_form import MAX_RANKS
-from moe_runtime.kernels.peer_flags_triton import PeerFlags, await_flags, peer_barrier, raise_flags
+from moe_runtime.kernels.peer_flags_triton import PeerFlags, meet_peers, peer_barrier
 from moe_runtime.kernels.trees import tree_sum
-from moe_runtime.kernels.triton_launch import INTERPRETED, launch_options, wait_for_previous
+from moe_runtime.kernels.triton_launch import INTERPRETED, launch_options
 
 __all__ = [
     "AllReduceSchedule",
@@ -239,34 +239,6 @@ def _tree(copies, i, mask, FIRST: tl.constexpr, COUNT: tl.constexpr):  # type: i
 
 
 @triton.jit
-def _pause(pause_ns, num_pauses, SPIN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Stop the program, for race tests."""
-    if SPIN:
-        duration_ns = tl.load(pause_ns + tl.program_id(0) % num_pauses).to(tl.int64)
-        tl.inline_asm_elementwise(
-            """{ .reg .pred p; .reg .u64 now, end; mov.u64 end, %globaltimer; add.u64 end, end, $1;
-            L: mov.u64 now, %globaltimer; setp.lt.u64 p, now, end; @p bra L; mov.u32 $0, 0; }""",
-            "=r,l", [duration_ns], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-        tl.debug_barrier()
-
-
-@triton.jit
-def _meet(  # type: ignore[no-untyped-def]
-    words, word_offsets, step, channel, pause_ns, num_pauses,
-    RANK: tl.constexpr, SIZE: tl.constexpr, PAUSE: tl.constexpr, SPIN: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """All ranks' parts are there when this returns."""
-    wait_for_previous(PDL)
-    value = tl.load(step)
-    if tl.program_id(0) == 0:
-        raise_flags(words, word_offsets, channel, value, RANK, SIZE, SPIN)
-    await_flags(words, channel, value, SIZE, SPIN)
-    if PAUSE:
-        _pause(pause_ns, num_pauses, SPIN)
-
-
-@triton.jit
 def _total(  # type: ignore[no-untyped-def]
     copies, residual, i, mask, DTYPE: tl.constexpr, SIZE: tl.constexpr, RESIDUAL: tl.constexpr
 ):
@@ -286,7 +258,7 @@ def _one_shot(  # type: ignore[no-untyped-def]
     SPIN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     parts = _copies(part, part_offsets, SIZE)
-    _meet(words, word_offsets, step, channel, pause_ns, num_pauses, RANK, SIZE, PAUSE, SPIN, PDL)
+    meet_peers(words, word_offsets, step, channel, pause_ns, num_pauses, RANK, SIZE, PAUSE, SPIN, PDL)
     for block in range(tl.program_id(0), tl.cdiv(end, BLOCK), tl.num_programs(0)):
         i = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         mask = i < end
@@ -302,7 +274,7 @@ def _fold_slice(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     parts = _copies(part, part_offsets, SIZE)
     results = _copies(out, out_offsets, SIZE)
-    _meet(words, word_offsets, step, channel, pause_ns, num_pauses, RANK, SIZE, PAUSE, SPIN, PDL)
+    meet_peers(words, word_offsets, step, channel, pause_ns, num_pauses, RANK, SIZE, PAUSE, SPIN, PDL)
     for block in range(tl.program_id(0), tl.cdiv(end - first, BLOCK), tl.num_programs(0)):
         i = first + tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         mask = i < end

@@ -128,6 +128,7 @@ def merge_residual_norm(
     normed_out: torch.Tensor | None,
     *,
     bias: torch.Tensor | None = None,
+    share: tuple[int, int] = (0, 1),
     pdl: bool = False,
 ) -> None:
     """Parts of a row-parallel GEMM, its bias, the residual add and RMSNorm.
@@ -140,6 +141,7 @@ def merge_residual_norm(
         residual_out: ``[M, H]`` in the residual's dtype; may be the residual.
         normed_out: ``[M, H]`` in the residual's dtype, or None: no norm.
         bias: ``[H]`` in the residual's dtype, or None for none.
+        share: (r, t): of the M rows those from r on, every t-th; the outputs have as many, in order.
         pdl: Dependent launch.
 
     A row's bits do not depend on the other rows; inert rows may hold anything. No host sync.
@@ -153,9 +155,10 @@ def merge_residual_norm(
     if bias is not None:
         assert bias.shape == weight.shape, f"bias {list(bias.shape)}, weight {list(weight.shape)}"
         assert bias.dtype == residual.dtype, f"bias is {bias.dtype}, the residual {residual.dtype}"
+    first, every = share
     _launch_residual(
-        _merge_kernel, parts, residual, weight, eps, residual_out, normed_out, pdl,
-        bias=weight if bias is None else bias, BIAS=bias is not None, P=num_parts,
+        _merge_kernel, parts, residual, weight, eps, residual_out, normed_out, pdl, share,
+        bias=weight if bias is None else bias, BIAS=bias is not None, P=num_parts, FIRST=first, EVERY=every,
     )  # fmt: skip
 
 
@@ -272,15 +275,15 @@ def _launch_residual(
     residual_out: torch.Tensor,
     normed_out: torch.Tensor | None,
     pdl: bool,
+    share: tuple[int, int] = (0, 1),
     **constants: Any,
 ) -> None:
-    num_rows, _, hidden = branch.shape
-    assert residual.shape == residual_out.shape == (num_rows, hidden), (
-        f"branch {list(branch.shape)}, residual {list(residual.shape)}, residual_out {list(residual_out.shape)}"
+    num_rows, hidden = len(range(share[0], branch.shape[0], share[1])), branch.shape[2]
+    assert residual.shape == (branch.shape[0], hidden), (
+        f"branch {list(branch.shape)}, residual {list(residual.shape)}"
     )
-    assert normed_out is None or normed_out.shape == residual.shape, (
-        "normed_out must have the residual's shape"
-    )
+    for out in (residual_out, normed_out):
+        assert out is None or out.shape == (num_rows, hidden), f"out {list(out.shape)}, {num_rows} rows"
     _check(hidden, branch, weight, residual, residual_out, normed_out)
     _launch(
         kernel, num_rows, hidden, pdl, branch, residual, weight, residual_out,
@@ -383,16 +386,18 @@ def _finish(  # type: ignore[no-untyped-def]
 
 @triton.jit(launch_metadata=_norm_cost)
 def _merge_kernel(  # type: ignore[no-untyped-def]
-    branch, residual, weight, residual_out, normed_out, eps, bias, BIAS: tl.constexpr,
-    P: tl.constexpr, NORM: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    branch, residual, weight, residual_out, normed_out, eps, bias, BIAS: tl.constexpr, P: tl.constexpr,
+    FIRST: tl.constexpr, EVERY: tl.constexpr, NORM: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, BLOCK)
     mask = column < H
     gain = tl.load(weight + column, mask=mask, other=0.0)
     wait_for_previous(PDL)
     row_id = tl.program_id(0).to(tl.int64)
-    before = tl.load(residual + row_id * H + column, mask=mask, other=0.0).to(tl.float32)
-    part = branch + row_id * (P * H) + column
+    source = FIRST + row_id * EVERY
+    before = tl.load(residual + source * H + column, mask=mask, other=0.0).to(tl.float32)
+    part = branch + source * (P * H) + column
     total = tl.load(part, mask=mask, other=0.0).to(tl.float32)
     if P > 1:
         total += tl.load(part + H, mask=mask, other=0.0)

@@ -26,7 +26,16 @@ import triton.language as tl
 
 from moe_runtime.kernels.triton_launch import INTERPRETED, launch_options, tensors_cost, wait_for_previous
 
-__all__ = ["BarrierControl", "PeerFlags", "await_flags", "count_step", "peer_barrier", "raise_flags"]
+__all__ = [
+    "BarrierControl",
+    "PeerFlags",
+    "await_flags",
+    "count_step",
+    "meet_peers",
+    "pause",
+    "peer_barrier",
+    "raise_flags",
+]
 
 
 class BarrierControl(StrEnum):
@@ -131,6 +140,34 @@ def await_flags(words, channel, value, SIZE: tl.constexpr, SPIN: tl.constexpr): 
             "=r,l,r,r", [at, value, SIZE], dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
         tl.debug_barrier()
+
+
+@triton.jit
+def pause(pause_ns, num_pauses, SPIN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Stop the program, for race tests."""
+    if SPIN:
+        duration_ns = tl.load(pause_ns + tl.program_id(0) % num_pauses).to(tl.int64)
+        tl.inline_asm_elementwise(
+            """{ .reg .pred p; .reg .u64 now, end; mov.u64 end, %globaltimer; add.u64 end, end, $1;
+            L: mov.u64 now, %globaltimer; setp.lt.u64 p, now, end; @p bra L; mov.u32 $0, 0; }""",
+            "=r,l", [duration_ns], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+        tl.debug_barrier()
+
+
+@triton.jit
+def meet_peers(  # type: ignore[no-untyped-def]
+    words, word_offsets, step, channel, pause_ns, num_pauses,
+    RANK: tl.constexpr, SIZE: tl.constexpr, PAUSE: tl.constexpr, SPIN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """What all ranks' kernels before have stored can be read when this returns, in every program of the launch."""
+    wait_for_previous(PDL)
+    value = tl.load(step)
+    if tl.program_id(0) == 0:
+        raise_flags(words, word_offsets, channel, value, RANK, SIZE, SPIN)
+    await_flags(words, channel, value, SIZE, SPIN)
+    if PAUSE:
+        pause(pause_ns, num_pauses, SPIN)
 
 
 @triton.jit(launch_metadata=tensors_cost("step"))

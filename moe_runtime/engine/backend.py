@@ -154,7 +154,8 @@ def exchange_buffer_bytes(model: LoadedModel, group: RankGroup) -> int:
     exchange so far."""
     if isinstance(model.decoder, Decoder):
         return 0 if group.links is None else group.links.num_buffer_bytes
-    return model.decoder.experts.num_bytes + model.decoder.shard_sum.num_bytes
+    decoder = model.decoder
+    return decoder.experts.num_bytes + decoder.shard_sum.num_bytes + decoder.row_gather.num_bytes
 
 
 def _speculation(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from moe_runtime.comm.exchange_bytes import MAX_SLICE, ExchangeBytes, shard_sum_bytes
+from moe_runtime.comm.exchange_bytes import MAX_SLICE, ExchangeBytes, row_gather_bytes, shard_sum_bytes
 
 __all__ = ["BufferShape", "GpuBuffers", "gpu_buffers", "kv_blocks_of"]
 
@@ -87,6 +87,7 @@ def gpu_buffers(
     presums: bool = False,
     loopback_ranks: int = 1,
     adding_ranks: int = 1,
+    gathering_ranks: int = 1,
 ) -> GpuBuffers:
     """What a rank's buffers take.
 
@@ -99,6 +100,7 @@ def gpu_buffers(
         presums: Multiple reduction is on.
         loopback_ranks: Virtual ranks of the transport ``loopback``.
         adding_ranks: Ranks of a tensor-parallel group that add the sums of their shards.
+        gathering_ranks: Ranks of a tensor-parallel group, which gather each other's rows.
     """
     query = shape.num_heads * shape.head_dim
     row_items = 4 * shape.hidden + 3 * query + 2 * shape.num_kv_heads * shape.head_dim
@@ -117,6 +119,10 @@ def gpu_buffers(
         rows = min(num_ranks * rows, MAX_SLICE)
     if adding_ranks > 1:
         exchange += shard_sum_bytes(adding_ranks, shape.hidden, shape.num_layers, max_rows, shape.item_bytes)
+    if gathering_ranks > 1:
+        exchange += row_gather_bytes(
+            gathering_ranks, shape.hidden, shape.vocab, shape.num_layers, max_rows, shape.item_bytes
+        )
     pair_items = shape.expert_width + shape.hidden
     if presums:  # slots before they are added; virtual ranks have rows of their own
         pair_items += shape.hidden * (loopback_ranks if transport == "loopback" else 1)

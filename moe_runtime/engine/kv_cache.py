@@ -113,6 +113,7 @@ def gpu_num_blocks(
         presums=plan.multiple_reduction.enabled,
         loopback_ranks=config.loopback_ranks,
         adding_ranks=config.tp if adds_shards(config.tp, config.invariance) else 1,
+        gathering_ranks=config.tp,
         workspace_bytes=decode_workspace_bytes(
             max_split_rows(model, plan.device), model.num_attention_heads, model.head_dim, plan.max_model_len
         ),

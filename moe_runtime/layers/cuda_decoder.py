@@ -1,9 +1,9 @@
 """The decoder on one GPU: the same trees whether a step is a graph of decode rows or any mix of rows.
 
 Two forms run the model. ``decode`` takes one row per sequence, up to ``MAX_DECODE_ROWS``, and launches nine kernels a
-layer (eleven where ranks are several) on buffers of fixed address, so that it can be captured in a graph. ``mixed``
-takes any rows of any sequences. They differ in schedules alone: a row has the same bits in both. Both leave the step's
-routing in ``buffers.routing`` and add it to ``expert_counts``.
+layer (eleven where ranks are several, thirteen where they share the attention) on buffers of fixed address, so that it
+can be captured in a graph. ``mixed`` takes any rows of any sequences. They differ in schedules alone: a row has the
+same bits in both. Both leave the step's routing in ``buffers.routing`` and add it to ``expert_counts``.
 
 Several ranks may share the attention (``tensor_parallel``): a rank holds some heads, a part of o_proj (row_parallel.py
 has the tree) and of the vocabulary; all run the same M rows, and row i has its mixture-of-experts home on rank i mod t.
@@ -24,6 +24,7 @@ from moe_runtime.comm.agreement import all_or_none
 from moe_runtime.comm.collective_exchange import rehearsal_group
 from moe_runtime.comm.gpu_exchange import StepShape
 from moe_runtime.comm.groups import RankGroup
+from moe_runtime.comm.sum_transport import reads_from_peers
 from moe_runtime.comm.tensor_parallel import TensorParallel
 from moe_runtime.errors import CapacityError
 from moe_runtime.kernels.attention import slots_of
@@ -43,6 +44,7 @@ from moe_runtime.layers.cuda_buffers import MAX_DECODE_ROWS, Buffers, Rows, room
 from moe_runtime.layers.cuda_experts import Experts, LocalExperts
 from moe_runtime.layers.cuda_layer import CudaLayer, ExpertReader
 from moe_runtime.layers.rotary import RotaryTable
+from moe_runtime.layers.row_gather import RowGather, open_row_gather
 from moe_runtime.layers.row_parallel import Level, adds_shards
 from moe_runtime.layers.shard_sum import ShardSum, open_shard_sum
 from moe_runtime.models.head_shard import head_shard
@@ -121,6 +123,7 @@ class CudaDecoder:
         schedules: Decides the schedule of every launch.
         experts: The experts' half of every layer.
         shard_sum: Adds the group's parts of o_proj.
+        row_gather: Moves the group's rows.
         expert_counts: ``[num_moe_layers, num_experts]`` int64, pairs of rows at home here since start.
         tensor_parallel: The ranks that share the attention; ``heads`` are this one's, ``local`` is the model as far as
             its attention goes.
@@ -175,8 +178,10 @@ class CudaDecoder:
         self._vocab_ends = torch.tensor(self.vocab_bounds[1:], dtype=torch.int32, device=device)
         self.dtype = dtype
         self.device = device
-        # Collectives stand between the kernels of a group, which dependent launch knows nothing of.
-        self.pdl = device.type == "cuda" and tp.size == 1
+        # Dependent launch knows nothing of collectives, which stand between the kernels of a group where it does not
+        # read its parts and rows in the peers' memory.
+        in_place = self.adds_shards and reads_from_peers(tp.transport, device.type, tp.size)
+        self.pdl = device.type == "cuda" and (tp.size == 1 or in_place)
         self.schedules = schedules or GpuSchedules(device_kind(device), dtype)
         rotary = RotaryTable(config.rope, config.head_dim, max_model_len)
         self.cos, self.sin = rotary.cos.to(device), rotary.sin.to(device)
@@ -189,19 +194,13 @@ class CudaDecoder:
         self.lm_head = (
             self.embedding if config.tie_word_embeddings else load("lm_head")[own_vocab].contiguous()
         )
-        own_hidden = slice(*tp.bounds(config.hidden_size)[tp.rank : tp.rank + 2])
+        own_hidden = (
+            None if self.adds_shards else slice(*tp.bounds(config.hidden_size)[tp.rank : tp.rank + 2])
+        )
+        where = device, self.heads, own_hidden
         self.layers = [
-            CudaLayer(
-                config,
-                layer_idx,
-                load,
-                read,
-                None if local_experts is None else local_experts[layer_idx],
-                device,
-                self.heads,
-                None if self.adds_shards else own_hidden,
-            )
-            for layer_idx in range(config.num_layers)
+            CudaLayer(config, i, load, read, None if local_experts is None else local_experts[i], *where)
+            for i in range(config.num_layers)
         ]
         self.replicas: SequenceOf[Replicas | None] = replicas or [None] * config.num_layers
         norms = [layer.input_norm for layer in self.layers[1:]]
@@ -213,6 +212,7 @@ class CudaDecoder:
         self.buffers: Buffers
         self.experts: Experts
         self.shard_sum: ShardSum
+        self.row_gather: RowGather
         self.max_rows = 0
         self.expert_counts = torch.zeros(
             len(config.moe_layer_ids), config.num_experts, dtype=torch.int64, device=device
@@ -228,26 +228,32 @@ class CudaDecoder:
 
     def _make_buffers(self, max_rows: int) -> None:
         if self.max_rows:
-            del self.buffers, self.experts, self.shard_sum  # their memory makes room for the next ones
+            # Their memory makes room for the next ones.
+            del self.buffers, self.experts, self.shard_sum, self.row_gather
         self.max_rows = 0
         try:
             # First what is a collective: a rank without room for the rest must not be missed there.
             experts = self._make_experts(max_rows)
-            shard_sum = all_or_none(
-                self._group, lambda: self._open_shard_sum(max_rows), failures=(CapacityError, ValueError)
+            shard_sum, row_gather = all_or_none(
+                self._group, lambda: self._open_group(max_rows), failures=(CapacityError, ValueError)
             )
             arguments = self.local, max_rows, self.dtype, self.device
             self.buffers = all_or_none(self._group, lambda: Buffers(*arguments))
-            self.experts, self.shard_sum, self.max_rows = experts, shard_sum, max_rows
+            self.experts, self.shard_sum, self.row_gather = experts, shard_sum, row_gather
+            self.max_rows = max_rows
             return
         except (CapacityError, torch.OutOfMemoryError) as error:
             message = f"no room for steps of {max_rows} tokens: lower max_num_batched_tokens ({error})"
         raise CapacityError(message)  # out of reach of the error that holds on to what was taken
 
-    def _open_shard_sum(self, max_rows: int) -> ShardSum:
-        tp = self.tensor_parallel if self.adds_shards else TensorParallel()  # where no parts are added
-        sizes = self.config.hidden_size, self.config.num_layers, max_rows, MAX_DECODE_ROWS
-        return open_shard_sum(tp, *sizes, self.dtype, self.device)
+    def _open_group(self, max_rows: int) -> tuple[ShardSum, RowGather]:
+        adding = self.tensor_parallel if self.adds_shards else TensorParallel()  # where no parts are added
+        hidden, vocab = self.config.hidden_size, self.config.vocab_size
+        sizes = self.config.num_layers, max_rows, MAX_DECODE_ROWS, self.dtype, self.device
+        return (
+            open_shard_sum(adding, hidden, *sizes),
+            open_row_gather(self.tensor_parallel, hidden, vocab, *sizes),
+        )
 
     def reserve_rows(self, max_rows: int, *, exactly: bool = False) -> None:
         """Have room for steps of ``max_rows`` tokens; graphs captured before are of no use then. A collective of ranks,
@@ -300,11 +306,14 @@ class CudaDecoder:
         experts = self.experts.rehearsal() if rehearse else self.experts
         tp = self._alone if rehearse else self.tensor_parallel
         sums = self.shard_sum.rehearsal() if rehearse else self.shard_sum
+        rows = self.row_gather.rehearsal() if rehearse else self.row_gather
         shape = StepShape.of_bucket(-(-m // tp.size), experts.num_processes)
         experts.begin_step(pdl=False)
         sums.begin_step()
+        rows.begin_step()
         slot_mapping = slots_of(positions, block_table) if keys_first else None
-        self._embed(token_ids, b, tp)
+        self._embed(token_ids, b, tp, rows)
+        num_home = self.tensor_parallel.num_home(num_tokens)
         for layer, next_norm, (k_cache, v_cache) in zip(self.layers, self.next_norms, kv_caches, strict=True):
             self._gemm(b.normed, layer.qkv, b.qkv, bias=layer.qkv_bias)
             if slot_mapping is not None:
@@ -323,9 +332,10 @@ class CudaDecoder:
             else:
                 dense_gemm_parts(b.attention, layer.o_proj, b.parts, schedule=o_proj, pdl=pdl)
                 branch, bias = b.parts, layer.o_bias
-            self._experts(layer, next_norm, b, branch, bias, shape, num_tokens, experts, tp)
-        sums.end_step()
-        self._logits(b.normed, logits, tp)
+            self._experts(layer, next_norm, b, branch, bias, shape, num_home, experts, rows)
+        sums.end_step(pdl=pdl)
+        self._logits(b.normed, logits, rows)
+        rows.end_step(pdl=pdl)
         self._count(shape, experts)
 
     def mixed(self, step: MixedInput, kv_caches: KVCaches) -> torch.Tensor:
@@ -336,21 +346,17 @@ class CudaDecoder:
         shape, experts, tp = step.shape, self.experts, self.tensor_parallel
         experts.begin_step(pdl=False)
         self.shard_sum.begin_step()
+        rows = self.row_gather
+        rows.begin_step()
+        num_home = self.tensor_parallel.num_home(step.num_tokens)
         if num_tokens == 0:
             for layer, next_norm in zip(self.layers, self.next_norms, strict=True):
                 experts.run(
-                    layer.layer_idx,
-                    layer.experts,
-                    shape,
-                    step.num_tokens,
-                    b.residual,
-                    next_norm,
-                    b.normed,
-                    pdl=pdl,
+                    layer.layer_idx, layer.experts, shape, num_home, b.residual, next_norm, b.normed, pdl=pdl
                 )
             return b.normed
         rope = table.rope()
-        self._embed(step.token_ids, b, tp)
+        self._embed(step.token_ids, b, tp, rows)
         q = b.q.view(num_tokens, self.heads.num_query_heads, config.head_dim)
         for layer, next_norm, (k_cache, v_cache) in zip(self.layers, self.next_norms, kv_caches, strict=True):
             self._gemm(b.normed, layer.qkv, b.qkv, bias=layer.qkv_bias)
@@ -368,21 +374,23 @@ class CudaDecoder:
             else:
                 self._gemm(b.attention, layer.o_proj, b.branch, parts=PARTS["row"], bias=layer.o_bias)
                 branch, bias = b.branch, None
-            self._experts(layer, next_norm, b, branch[:, None], bias, shape, step.num_tokens, experts, tp)
-        self.shard_sum.end_step()
+            self._experts(layer, next_norm, b, branch[:, None], bias, shape, num_home, experts, rows)
+        self.shard_sum.end_step(pdl=pdl)
+        rows.end_step(pdl=pdl)
         self._count(shape, experts)
         return b.normed
 
     def waits_for(self) -> tuple[str, int | None]:
         """What the step under way waits for, and for which rank of the world; nothing where there are no flags."""
-        readers = [flags for flags in (self.shard_sum.flags, self.experts.flags) if flags is not None]
+        own = self.shard_sum.flags, self.row_gather.flags, self.experts.flags
+        readers = [flags for flags in own if flags is not None]
         for reader in readers:
             reason, rank = reader.reason()
             if reason:
                 return reason, rank
         return "no other rank's flag is missing, so this GPU itself does not go on" if readers else "", None
 
-    def _embed(self, token_ids: torch.Tensor, b: Rows, tp: TensorParallel) -> None:
+    def _embed(self, token_ids: torch.Tensor, b: Rows, tp: TensorParallel, rows: RowGather) -> None:
         """The tokens' rows and their first norm; exact copies, whichever rank of the group holds a row."""
         norm, eps = self.layers[0].input_norm, self.config.rms_norm_eps
         if tp.size == 1:
@@ -390,12 +398,9 @@ class CudaDecoder:
             return
         first = self.vocab_bounds[tp.rank]
         own = torch.where(token_ids >= first, token_ids - first, -1).int()
-        embed_norm(own, self.embedding, norm, eps, b.residual, b.normed)  # rows held elsewhere are zero
-        num_rows = token_ids.shape[0]
-        gathered = tp.gather_rows(b.residual, [num_rows] * tp.size).view(tp.size, num_rows, -1)
-        owner = torch.bucketize(token_ids, self._vocab_ends, right=True).clamp(max=tp.size - 1)
-        rows = torch.arange(num_rows, device=self.device)
-        b.residual.copy_(gathered[owner, rows])
+        # Rows held elsewhere are zero.
+        embed_norm(own, self.embedding, norm, eps, rows.owned_places(len(own)), b.normed)
+        rows.gather_owned(token_ids, self._vocab_ends, b.residual)
         rms_norm(b.residual, norm, eps, b.normed)
 
     def _row_parallel(self, b: Rows, layer: CudaLayer, tp: TensorParallel, sums: ShardSum) -> torch.Tensor:
@@ -404,7 +409,7 @@ class CudaDecoder:
         if self.adds_shards:
             part = sums.part(m)
             self._gemm(b.attention, layer.o_proj, part, room=sums.room(part))
-            return sums.total(part)
+            return sums.total(part, pdl=self.pdl)
         whole = tp.gather_columns(b.attention, [b.attention.shape[1]] * tp.size)
         own = torch.empty(m, layer.o_proj.shape[0], dtype=self.dtype, device=self.device)
         self._gemm(whole, layer.o_proj, own, parts=PARTS["row"])
@@ -420,21 +425,19 @@ class CudaDecoder:
         shape: StepShape,
         num_tokens: torch.Tensor,
         experts: Experts,
-        tp: TensorParallel,
+        rows: RowGather,
     ) -> None:
         """From the attention's branch ``[M, P, hidden]`` to the next layer's normed rows."""
         config, eps, pdl, table = self.config, self.config.rms_norm_eps, self.pdl, self.schedules
-        routed, residual, normed = experts.routed_rows(shape), b.residual, b.normed
-        m, num_home = residual.shape[0], routed.x.shape[0]
-        x = routed.x if tp.size == 1 else b.normed
-        merge_residual_norm(branch, residual, layer.post_attention_norm, eps, residual, x, bias=bias, pdl=pdl)
+        tp, routed, residual, normed = self.tensor_parallel, experts.routed_rows(shape), b.residual, b.normed
+        num_home = routed.x.shape[0]  # in a graph one more than are at home here where M has a remainder
         if tp.size > 1:
-            home = tp.home_rows(x)
-            routed.x[: home.shape[0]].copy_(home)
-            residual = torch.zeros_like(routed.x)
-            residual[: home.shape[0]].copy_(tp.home_rows(b.residual))
-            normed = torch.empty_like(residual)
-            num_tokens = torch.div(num_tokens - tp.rank + tp.size - 1, tp.size, rounding_mode="floor")
+            residual, normed = (places[:num_home] for places in rows.home_places(b.residual.shape[0]))
+        own = slice(len(range(tp.rank, b.residual.shape[0], tp.size)))
+        merge_residual_norm(
+            branch, b.residual, layer.post_attention_norm, eps, residual[own], routed.x[own],
+            bias=bias, share=(tp.rank, tp.size), pdl=pdl,
+        )  # fmt: skip
         logits = b.router_logits[:num_home]
         router_logits(
             routed.x, layer.router, logits, schedule=table.router(num_home, config.hidden_size), pdl=pdl
@@ -447,10 +450,7 @@ class CudaDecoder:
         )  # fmt: skip
         experts.run(layer.layer_idx, layer.experts, shape, num_tokens, residual, next_norm, normed, pdl=pdl)
         if tp.size > 1:
-            count = len(range(tp.rank, m, tp.size))
-            both = tp.gather_home_rows(torch.cat([residual[:count], normed[:count]], 1), m)
-            b.residual.copy_(both[:, : config.hidden_size])
-            b.normed.copy_(both[:, config.hidden_size :])
+            rows.gather_home(b.residual, b.normed, pdl=pdl)
 
     def _count(self, shape: StepShape, experts: Experts) -> None:
         """Add the step's pairs to the load; inert rows count nothing."""
@@ -484,14 +484,16 @@ class CudaDecoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[rows, vocab]`` float32 from ``[rows, hidden]``, on every rank of the group."""
         out = torch.empty(hidden.shape[0], self.config.vocab_size, dtype=torch.float32, device=self.device)
-        self._logits(hidden.contiguous(), out, self.tensor_parallel)
+        self.row_gather.begin_step()
+        self._logits(hidden.contiguous(), out, self.row_gather)
+        self.row_gather.end_step(pdl=self.pdl)
         return out
 
-    def _logits(self, normed: torch.Tensor, logits: torch.Tensor, tp: TensorParallel) -> None:
+    def _logits(self, normed: torch.Tensor, logits: torch.Tensor, rows: RowGather) -> None:
         """Write ``[rows, vocab]``; the group's ranks have a share of the vocabulary each."""
-        if tp.size == 1:
+        if self.tensor_parallel.size == 1:
             self._gemm(normed, self.lm_head, logits)
             return
-        own = logits.new_empty(normed.shape[0], self.lm_head.shape[0])
-        self._gemm(normed, self.lm_head, own)
-        logits.copy_(tp.gather_columns(own, tp.widths(self.config.vocab_size)))
+        own, room = rows.column_places(normed.shape[0])
+        self._gemm(normed, self.lm_head, own, room=room)
+        rows.gather_columns(own, logits, pdl=self.pdl)

@@ -24,7 +24,7 @@ from moe_runtime.comm.collective_exchange import rehearsal_group
 from moe_runtime.comm.exchange_bytes import shard_sum_bytes
 from moe_runtime.comm.flag_report import FlagReader
 from moe_runtime.comm.groups import RankGroup
-from moe_runtime.comm.sum_transport import adds_from_peers
+from moe_runtime.comm.sum_transport import reads_from_peers
 from moe_runtime.comm.symmetric_all_reduce import SymmetricAllReduce
 from moe_runtime.comm.symmetric_memory import SymmetricSpace
 from moe_runtime.comm.tensor_parallel import TensorParallel
@@ -49,7 +49,7 @@ class ShardSum(ABC):
     def begin_step(self) -> None:  # noqa: B027  # most have nothing to do
         """Before a step's first call."""
 
-    def end_step(self) -> None:  # noqa: B027
+    def end_step(self, *, pdl: bool = False) -> None:  # noqa: B027
         """After a step's last call."""
 
     def rehearsal(self) -> ShardSum:
@@ -65,11 +65,12 @@ class ShardSum(ABC):
         """Rows that may be written from the first one of ``part`` on."""
 
     @abstractmethod
-    def total(self, part: torch.Tensor) -> torch.Tensor:
+    def total(self, part: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
         """``[M, H]`` in the model dtype; to be read before the call after the next one.
 
         Args:
             part: From ``part``, written.
+            pdl: Dependent launch, where it is a kernel of ours that waits.
         """
 
 
@@ -100,7 +101,7 @@ class CollectiveShardSum(ShardSum):
         """See ``ShardSum.room``."""
         return part.shape[0]
 
-    def total(self, part: torch.Tensor) -> torch.Tensor:
+    def total(self, part: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
         """See ``ShardSum.total``."""
         return all_reduce(part, self._group, self._dtype)
 
@@ -157,9 +158,9 @@ class SymmetricShardSum(ShardSum):
         """See ``ShardSum.begin_step``."""
         count_step(self._counter, self._live)
 
-    def end_step(self) -> None:
+    def end_step(self, *, pdl: bool = False) -> None:
         """See ``ShardSum.end_step``."""
-        self._reduce.end_step()
+        self._reduce.end_step(pdl=pdl)
 
     def rehearsal(self) -> ShardSum:
         """See ``ShardSum.rehearsal``."""
@@ -174,9 +175,9 @@ class SymmetricShardSum(ShardSum):
         """See ``ShardSum.room``; the storage goes on with other buffers."""
         return self._max_rows
 
-    def total(self, part: torch.Tensor) -> torch.Tensor:
+    def total(self, part: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
         """See ``ShardSum.total``."""
-        return self._reduce.reduce(*part.shape)
+        return self._reduce.reduce(*part.shape, pdl=pdl)
 
 
 def open_shard_sum(
@@ -202,7 +203,7 @@ def open_shard_sum(
         ValueError: the ranks cannot map each other's memory.
     """
     group = tensor_parallel.group
-    if not adds_from_peers(tensor_parallel.transport, device.type, group.size):
+    if not reads_from_peers(tensor_parallel.transport, device.type, group.size):
         return CollectiveShardSum(replace(group, links=None), hidden, dtype, device)
     num_bytes = shard_sum_bytes(group.size, hidden, num_layers, max_rows, dtype.itemsize)
     space = SymmetricSpace.connect(group, num_bytes, device)

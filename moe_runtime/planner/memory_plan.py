@@ -155,5 +155,6 @@ def _gpu_buffers(
         transport="collective" if transport == "none" else transport,
         presums=topology.presums,
         adding_ranks=topology.tp if topology.adds_shards else 1,
+        gathering_ranks=topology.tp,
         workspace_bytes=split_rows * attention.num_heads * chunks * (head_dim + 2) * 4,
     )

@@ -4,8 +4,9 @@
 which the engine asks too. Out of the peers' memory: times of this runtime's own all-reduce alone, by form. By
 torch.distributed: NCCL's all-to-alls and then the adding.
 
-*Moves*: features or columns where no parts are added, rows after the experts, the embedding's rows, logits; all of them
-all-to-alls of NCCL, whatever moves the sums.
+*Moves*: rows after the experts, the embedding's and logits (layers/row_gather.py), by what moves the sums: out of the
+peers' memory they take the time of the all-reduce in one shot that reads as many bytes, whose flag and reads are
+theirs. Features and columns of row-parallel layers whose parts are not added are all-to-alls of NCCL always.
 
 Symbols: H hidden, t ranks of a group, M rows.
 """
@@ -19,7 +20,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from moe_runtime.comm.sum_transport import adds_from_peers, gathers_whole, gpu_sum_transport
+from moe_runtime.comm.sum_transport import gathers_whole, gpu_sum_transport, reads_from_peers
 from moe_runtime.kernels.all_reduce_form import prefers_one_shot, received_bytes
 from moe_runtime.planner.exchange_cost import PEER_FLAG_US, Transport, all_to_all_us
 from moe_runtime.planner.hardware import Hardware, public_tables
@@ -46,7 +47,7 @@ class TensorParallelCost:
         small_kernel_us: A launch that moves next to nothing.
 
     Attributes:
-        adds_in_place: Whether kernels add the parts where they lie, in the peers' memory.
+        adds_in_place: Whether kernels read parts and rows where they lie, in the peers' memory.
         reason: Why that or not.
     """
 
@@ -69,7 +70,7 @@ class TensorParallelCost:
             "" if tp <= hardware.gpus_per_node else f"tp ({tp}) spans nodes of {hardware.gpus_per_node} GPUs"
         )
         name, self.reason = gpu_sum_transport(tp, wanted, fault)
-        self.adds_in_place = adds_from_peers(name, "cuda", tp)
+        self.adds_in_place = reads_from_peers(name, "cuda", tp)
 
     def sums_us(self, rows: FloatArray) -> FloatArray:
         """Of one layer's sum of ``[M, H]`` parts; 0 where none are added."""
@@ -92,9 +93,10 @@ class TensorParallelCost:
         """Of a whole step, in which ``wanted_rows`` get logits."""
         shape, tp = self.shape, self.tp
         row = rows * shape.hidden * shape.activation_bytes
-        us = shape.num_moe_layers * self._move_us(2 * row)  # residual and normed rows, home to all
-        us = us + self._move_us(tp * row)  # the embedding's: every rank sends all of them
-        us = us + self._move_us(wanted_rows * shape.vocab * 4)
+        us = shape.num_moe_layers * self._rows_us(2 * row)  # residual and normed rows, home to all
+        # The embedding's: of tokens spread evenly; by NCCL every rank sends all of them.
+        us = us + (self._rows_us(row) if self._rows_in_place else self._move_us(tp * row))
+        us = us + self._rows_us(wanted_rows * shape.vocab * 4)
         if tp > 1 and not self.adds_shards:
             features = rows * shape.attention.output_width * shape.activation_bytes
             us = us + shape.num_layers * (self._move_us(features) + self._move_us(row))
@@ -106,7 +108,13 @@ class TensorParallelCost:
         nccl = f"measured: NCCL's all-to-alls on one node of H200, {public} (Apache-2.0)"
         if self.tp == 1:
             return dict.fromkeys(("tp sums", "tp moves"), "modelled: one rank, nothing travels")
-        return {"tp sums": self._sums_source(nccl), "tp moves": nccl}
+        moves = nccl
+        if self._rows_in_place:
+            own = self.hardware.sources["all_reduce"]
+            moves = (
+                f"rows modelled: as the all-reduce in one shot reads as many bytes, {own}; the rest {nccl}"
+            )
+        return {"tp sums": self._sums_source(nccl), "tp moves": moves}
 
     def _sums_source(self, nccl: str) -> str:
         if not self.adds_shards:
@@ -119,6 +127,20 @@ class TensorParallelCost:
         if self.adds_in_place:
             return f"modelled: the all-reduce out of the peers' memory was not measured here; as {nccl}"
         return f"{nccl}, then the adding; {self.reason}"
+
+    @property
+    def _rows_in_place(self) -> bool:
+        """Whether rows are read where they lie, and there are times of that."""
+        timed = _curve(self.hardware, "one_shot") or _curve(self.hardware, "exchange")
+        return self.adds_in_place and timed is not None
+
+    def _rows_us(self, num_bytes: FloatArray) -> FloatArray:
+        """Of rows spread evenly over the ranks, to all: a rank receives what others have of them."""
+        if not self._rows_in_place:
+            return self._move_us(num_bytes)
+        received = np.asarray(num_bytes, dtype=np.float64) * (self.tp - 1) / self.tp
+        us = self._measured_us("one_shot", received / _received_share("one_shot", self.tp))
+        return np.where(received > 0, us, 0.0)
 
     def _move_us(self, num_bytes: FloatArray) -> FloatArray:
         moved = all_to_all_us(np.asarray(num_bytes, dtype=np.float64), self.tp, self.hardware)

@@ -10,10 +10,14 @@ import pytest
 from moe_runtime.comm.exchange_bytes import (
     ALIGNMENT_BYTES,
     MAX_FIXED_ROWS,
+    MAX_LOGIT_ROWS,
     MAX_SLICE,
     MAX_SLOT_POSITIONS,
     ExchangeBytes,
     carved,
+    row_gather_bytes,
+    row_gather_channels,
+    row_gather_rows,
 )
 
 
@@ -52,3 +56,13 @@ def test_whole_alignments_are_carved_and_fixed_rows_are_bounded():
     small, large = sizes(max_rows=MAX_FIXED_ROWS), sizes(max_rows=2 * MAX_FIXED_ROWS)
     assert large.collective_bytes < 2 * small.collective_bytes
     assert large.expanded_bytes == 2 * small.expanded_bytes == 4 * 3 * 2 * MAX_FIXED_ROWS * 4 * 80
+
+
+def test_a_group_gathers_through_two_sets_and_flags():
+    """Whose tensors these are: tests/moe_runtime/layers/test_row_gather.py."""
+    assert row_gather_channels(7) == 1 + 7 + 1 + 1
+    assert [row_gather_rows(size, 5) for size in (2, 3, 4)] == [6, 5, 5]
+    logits = carved(4 * MAX_LOGIT_ROWS * 6)
+    assert row_gather_bytes(2, 40, 11, 7, 5, 2) == 2 * carved(6 * 40 * 2) + logits + carved(10 * 2 * 4)
+    more = row_gather_bytes(2, 2048, 11, 48, 8192, 2) - row_gather_bytes(2, 2048, 11, 48, 4096, 2)
+    assert more == 4 * 4096 * 2048, "4 H bytes a token"

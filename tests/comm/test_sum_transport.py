@@ -6,10 +6,10 @@ import pytest
 
 from moe_runtime.comm.sum_transport import (
     GATHERED_BYTES,
-    adds_from_peers,
     gathers_whole,
     gpu_sum_transport,
     has_parts_to_add,
+    reads_from_peers,
 )
 from moe_runtime.kernels.all_reduce_form import MAX_RANKS
 
@@ -41,9 +41,9 @@ def test_parts_are_added_where_a_shard_is_a_fixed_part_or_the_level_lets_it_be_o
 
 
 def test_only_kernels_of_several_gpus_read_their_peers():
-    assert adds_from_peers("symmetric", "cuda", 2)
+    assert reads_from_peers("symmetric", "cuda", 2)
     for no in (("collective", "cuda", 2), ("symmetric", "cpu", 2), ("symmetric", "cuda", 1)):
-        assert not adds_from_peers(*no)
+        assert not reads_from_peers(*no)
 
 
 def test_small_parts_are_gathered_whole():

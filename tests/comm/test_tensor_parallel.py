@@ -41,6 +41,8 @@ def move(context: RankContext, tp: int, transport: DispatcherName) -> list[torch
             tokens = special(num_tokens, 3, seed)
             home = view.home_rows(tokens)
             assert home.shape[0] == len(range(view.rank, num_tokens, tp))
+            on_device = view.num_home(torch.tensor([num_tokens], dtype=torch.int32))
+            assert (on_device.dtype, on_device.tolist()) == (torch.int32, [home.shape[0]])
             assert_bits_equal(view.gather_home_rows(home, num_tokens), tokens)
         pieces = [special(NUM_ROWS, width, seed + rank) for rank, width in enumerate(widths)]
         mine, expected = pieces[view.rank], torch.cat(pieces, 1)

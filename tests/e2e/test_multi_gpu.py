@@ -31,8 +31,8 @@ from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.symmetric_all_reduce import SymmetricAllReduce
 from moe_runtime.comm.symmetric_memory import SymmetricSpace, carved_bytes, keep_multicast_off
 from moe_runtime.comm.tensor_parallel import TensorParallel
-from moe_runtime.kernels.all_reduce_triton import _pause, all_reduce_reference
-from moe_runtime.kernels.peer_flags_triton import PeerFlags, count_step, peer_barrier
+from moe_runtime.kernels.all_reduce_triton import all_reduce_reference
+from moe_runtime.kernels.peer_flags_triton import PeerFlags, count_step, pause, peer_barrier
 from moe_runtime.kernels.trees import tree_sum
 from moe_runtime.layers.shard_sum import CollectiveShardSum, ShardSum, SymmetricShardSum, open_shard_sum
 from moe_runtime.planner import sum_times
@@ -361,7 +361,7 @@ def test_control_without_waits_it_goes_wrong(ranks):
 
 @triton.jit
 def _delay(pause_ns, which):  # type: ignore[no-untyped-def]
-    _pause(pause_ns + which, 1, True)
+    pause(pause_ns + which, 1, True)
 
 
 def replay_flags(context: RankContext, live: bool, num_replays: int) -> int:

@@ -100,6 +100,23 @@ def test_a_bias_is_added_to_the_rounded_branch(num_parts, dtype):
     assert not torch.equal(rows, merged(parts, residual)[0])
 
 
+@pytest.mark.parametrize("share", [(0, 2), (1, 2), (2, 4), (3, 4), (5, 6)])
+def test_a_share_of_the_rows_is_merged_as_all_are(share):
+    first, every = share
+    parts, residual = (
+        rows_of("cancelling", (5, 2, 300), torch.float32),
+        rows_of("normal", (5, 300), torch.bfloat16),
+    )
+    bias = rows_of("normal", (1, 300), torch.bfloat16)[0].contiguous()
+    found, wanted = [], []
+    for outs, own in ((found, share), (wanted, (0, 1))):
+        count = len(range(own[0], 5, own[1]))
+        outs += [poisoned(count, 300, dtype=torch.bfloat16) for _ in range(2)]
+        merge_residual_norm(parts, residual, weight_of(300), EPS, outs[0], outs[1], bias=bias, share=own)
+    for out, expected in zip(found, wanted, strict=True):
+        assert_bits_equal(out, expected[first::every].contiguous(), f"share {share}")
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_slots", [1, 2, 5, 8])
 def test_combine_agrees_with_the_reference(num_slots, dtype):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from moe_runtime.comm.exchange_bytes import row_gather_bytes, shard_sum_bytes
 from moe_runtime.engine.gpu_memory import (
     BLOCK_TOKENS,
     GPU_RESERVE_BYTES,
@@ -47,6 +48,14 @@ def test_several_hold_what_their_transport_needs(transport):
     found = buffers(num_ranks=4, transport=transport)
     assert found.exchange == expected + NCCL_BYTES
     assert found.activations > buffers().activations
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_a_tensor_parallel_group_has_room_for_rows_and_for_parts_where_it_adds_some(adds):
+    found = buffers(num_ranks=4, gathering_ranks=2, adding_ranks=2 if adds else 1)
+    parts = shard_sum_bytes(2, 64, 3, 100, 2) if adds else 0
+    rows = row_gather_bytes(2, 64, 100, 3, 100, 2)
+    assert found.exchange == buffers(num_ranks=4).exchange + parts + rows
 
 
 def test_virtual_ranks_have_regions_of_their_own_and_presumming_rows():

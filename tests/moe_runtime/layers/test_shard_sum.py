@@ -127,7 +127,7 @@ def run_engine(context: RankContext, model: str, file: Path, options: dict[str, 
         return meet
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shard_sum, "adds_from_peers", lambda *_: True)
+        patch.setattr(shard_sum, "reads_from_peers", lambda *_: True)
         patch.setattr(shard_sum.SymmetricSpace, "connect", SharedRegions(context, file).connect)
         for name in ("all_reduce_one_shot", "all_reduce_exchange"):
             patch.setattr(symmetric_all_reduce, name, between(name))
@@ -161,7 +161,7 @@ def refuse(context: RankContext, model: str) -> str:
         raise CapacityError("rank 1: no room")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shard_sum, "adds_from_peers", lambda *_: context.rank < 2)  # of the first group
+        patch.setattr(shard_sum, "reads_from_peers", lambda *_: context.rank < 2)  # of the first group
         patch.setattr(shard_sum.SymmetricSpace, "connect", connect)
         try:
             gpu_llm(Path(model), group=context.group, dispatcher="collective", tp=2, **LIMITS)

@@ -56,7 +56,7 @@ def time_sums(context: RankContext, file, can_reach: bool):
         patch.setattr(sum_times, "_step", step)
         patch.setattr(sum_times, "prefers_one_shot", lambda num_bytes, size: num_bytes <= ONE_SHOT_BYTES)
         patch.setattr("moe_runtime.comm.tensor_parallel.open_tensor_parallel", opened)
-        patch.setattr(shard_sum, "adds_from_peers", lambda transport, *_: transport == "symmetric")
+        patch.setattr(shard_sum, "reads_from_peers", lambda transport, *_: transport == "symmetric")
         patch.setattr(shard_sum.SymmetricSpace, "connect", SharedRegions(context, file).connect)
         shape = replace(read_shape(QWEN3_30B_A3B), hidden=HIDDEN)
         return list(gpu_sum_times(context.group, shape, torch.device(DEVICE), time_us)), timed

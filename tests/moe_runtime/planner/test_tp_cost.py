@@ -112,6 +112,23 @@ def test_features_are_gathered_where_no_parts_are_added():
     assert "gathered" in gathering.sources()["tp sums"]
 
 
+def test_rows_out_of_the_peers_memory_take_what_an_all_reduce_of_as_many_bytes_takes():
+    """128 rows of residual and normed, half of them a peer's, are the bytes of 64 rows of fp32 parts."""
+    rows, none = np.array([1.0, 128.0]), np.zeros(2)
+    in_place, by_nccl = cost().moves_us(rows, none), cost(transport="collective").moves_us(rows, none)
+    one_layer = replace(QWEN, num_moe_layers=QWEN.num_moe_layers + 1)
+    more = TensorParallelCost(
+        one_layer, H200, 2, adds_shards=True, transport=None, small_kernel_us=1.5
+    ).moves_us(rows, none)
+    assert more - in_place == pytest.approx(sums(0.5, 64), rel=0.01)
+    assert (in_place < 0.5 * by_nccl).all()
+    assert "as the all-reduce in one shot" in cost().sources()["tp moves"]
+    assert cost(transport="collective").sources()["tp moves"].startswith("measured: NCCL")
+    unmeasured = cost(hardware=replace(H200, all_reduce=()))
+    assert unmeasured.moves_us(rows, none) == pytest.approx(by_nccl)
+    assert unmeasured.sources()["tp moves"].startswith("measured: NCCL")
+
+
 def test_more_ranks_and_more_rows_cost_more_and_none_nothing():
     rows = np.array([1.0, 100.0, 5000.0])
     two, eight = sums(*rows), sums(*rows, tp=8)
