@@ -24,7 +24,6 @@ from moe_runtime.comm.agreement import all_or_none
 from moe_runtime.comm.collective_exchange import rehearsal_group
 from moe_runtime.comm.gpu_exchange import StepShape
 from moe_runtime.comm.groups import RankGroup
-from moe_runtime.comm.sum_transport import reads_from_peers
 from moe_runtime.comm.tensor_parallel import TensorParallel
 from moe_runtime.errors import CapacityError
 from moe_runtime.kernels.attention import slots_of
@@ -178,10 +177,9 @@ class CudaDecoder:
         self._vocab_ends = torch.tensor(self.vocab_bounds[1:], dtype=torch.int32, device=device)
         self.dtype = dtype
         self.device = device
-        # Dependent launch knows nothing of collectives, which stand between the kernels of a group where it does not
-        # read its parts and rows in the peers' memory.
-        in_place = self.adds_shards and reads_from_peers(tp.transport, device.type, tp.size)
-        self.pdl = device.type == "cuda" and (tp.size == 1 or in_place)
+        # Dependent launch knows nothing of collectives, which may stand between the kernels of a group. Where parts and
+        # rows are read in the peers' memory none does; whether it pays there has not been measured.
+        self.pdl = device.type == "cuda" and tp.size == 1
         self.schedules = schedules or GpuSchedules(device_kind(device), dtype)
         rotary = RotaryTable(config.rope, config.head_dim, max_model_len)
         self.cos, self.sin = rotary.cos.to(device), rotary.sin.to(device)
