@@ -23,7 +23,7 @@ def test_probes_tell_alive_from_ready(start_server):
 
 def test_a_quiet_rank_turns_traffic_away_and_its_requests_go_on(start_server):
     server = start_server(heartbeat_timeout_s=8.0)
-    wait_until(lambda: server.http.get("/server_info").json()["ranks"][1]["phase"] is not None)
+    wait_until(lambda: server.http.get("/server_info").json()["ranks"][1]["doing"] is not None)
     server.ranks.ranks[1].is_silent = True
     wait_until(lambda: server.http.get("/health/ready").status_code == 503)
     error = server.http.get("/health").json()["error"]
