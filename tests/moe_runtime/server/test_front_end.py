@@ -112,6 +112,7 @@ def test_a_lost_rank_or_parent_ends_everything(start_server, fault):
     }
     server = start_server(step_s=0.005, heartbeat_timeout_s=1.0)
     if fault == "silence":
+        wait_until(lambda: server.http.get("/server_info").json()["ranks"][1]["doing"] is not None)
         server.ranks.hold.set()
     with open_requests(server) as (plain, stream):
         started = time.monotonic()
