@@ -245,9 +245,7 @@ class SymmetricExchange(GpuExchange):
 
     def connect(self) -> None:
         """Nobody writes to a table that is still being cleared."""
-        if self.first_expert.device.type == "cuda":
-            torch.cuda.synchronize(self.first_expert.device)
-        self._space.check_layout()
+        self._space.meet()
 
     def begin_step(self, *, pdl: bool) -> None:
         """Count the step."""
@@ -312,7 +310,5 @@ def flag_name(channel: int) -> str:
 
 
 def rehearsal_space(sizes: ExchangeSizes, rank: int, device: torch.device) -> SymmetricSpace:
-    """Memory of this process alone in which a rank's kernels can run before its peers are there: all ranks' copies are
-    the own one."""
-    (space,) = SymmetricSpace.virtual(1, sizes.symmetric_bytes, device)
-    return SymmetricSpace([space.region] * sizes.size, rank)
+    """Where a rank's kernels can run before its peers are there (``SymmetricSpace.apart``)."""
+    return SymmetricSpace.apart(sizes.size, rank, sizes.symmetric_bytes, device)

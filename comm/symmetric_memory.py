@@ -167,6 +167,13 @@ class SymmetricSpace:
             regions.append(memory[start : start + num_bytes])
         return [cls(regions, rank) for rank in range(size)]
 
+    @classmethod
+    def apart(cls, size: int, rank: int, num_bytes: int, device: torch.device) -> SymmetricSpace:
+        """Memory of this process alone in which a rank's kernels can run before its peers are there: all ranks' copies
+        are the own one."""
+        (own,) = cls.virtual(1, num_bytes, device)
+        return cls([own.region] * size, rank)
+
     @property
     def region(self) -> torch.Tensor:
         """The own region, ``[num_bytes]`` uint8."""
@@ -210,6 +217,12 @@ class SymmetricSpace:
         if self._group is not None:
             for rank, theirs in enumerate(self._group.all_gather_bytes(repr(layout).encode())):
                 assert theirs.decode() == repr(layout), f"rank {rank} carved {theirs.decode()}, not {layout}"
+
+    def meet(self) -> None:
+        """What is carved has been filled, on all ranks alike; a collective, before a first step."""
+        if self.region.device.type == "cuda":
+            torch.cuda.synchronize(self.region.device)
+        self.check_layout()
 
     def _element_offsets(self, itemsize: int) -> torch.Tensor:
         """``[size]`` int64, one tensor for all dtypes of a width."""

@@ -231,9 +231,7 @@ class SymmetricRowGather(RowGather):
 
     def connect(self) -> None:
         """Meet the peers, once all have their buffers; a collective."""
-        if self._counter.device.type == "cuda":
-            torch.cuda.synchronize(self._counter.device)
-        self._space.check_layout()
+        self._space.meet()
 
     def begin_step(self) -> None:
         """See ``RowGather.begin_step``."""
@@ -350,8 +348,7 @@ def open_row_gather(
     def make() -> SymmetricRowGather:
         few = min(max_rows, max_graph_rows)
         few_bytes = row_gather_bytes(group.size, hidden, vocab, num_layers, few, dtype.itemsize)
-        (own,) = SymmetricSpace.virtual(1, few_bytes, device)
-        apart = SymmetricSpace([own.region] * group.size, group.rank)
+        apart = SymmetricSpace.apart(group.size, group.rank, few_bytes, device)
         alone = SymmetricRowGather(apart, hidden, vocab, num_layers, few, dtype, live=False)
         return SymmetricRowGather(
             space, hidden, vocab, num_layers, max_rows, dtype, first_rank=group.first_rank, alone=alone

@@ -150,9 +150,7 @@ class SymmetricShardSum(ShardSum):
 
     def connect(self) -> None:
         """Meet the peers, once all have their buffers; a collective."""
-        if self._counter.device.type == "cuda":
-            torch.cuda.synchronize(self._counter.device)
-        self._space.check_layout()
+        self._space.meet()
 
     def begin_step(self) -> None:
         """See ``ShardSum.begin_step``."""
@@ -211,8 +209,7 @@ def open_shard_sum(
     def make() -> SymmetricShardSum:
         few = min(max_rows, max_graph_rows)
         few_bytes = shard_sum_bytes(group.size, hidden, num_layers, few, dtype.itemsize)
-        (own,) = SymmetricSpace.virtual(1, few_bytes, device)
-        apart = SymmetricSpace([own.region] * group.size, group.rank)
+        apart = SymmetricSpace.apart(group.size, group.rank, few_bytes, device)
         alone = SymmetricShardSum(apart, hidden, num_layers, few, dtype, live=False)
         return SymmetricShardSum(
             space, hidden, num_layers, max_rows, dtype, first_rank=group.first_rank, alone=alone

@@ -36,7 +36,7 @@ def make(device: str) -> tuple[GpuExpertStore, list[LayerExperts], list[Replicas
     layers = [
         LayerExperts(
             w13=torch.randn(3, 6, 8, generator=generator).bfloat16().to(device),
-            w2=torch.randn(3, 8, 4, generator=generator).bfloat16().to(device),
+            w2=torch.randn(3, 8, 3, generator=generator).bfloat16().to(device),
         )
         for _ in range(2)
     ]
@@ -49,7 +49,7 @@ def test_a_swap_changes_its_slots_and_the_layer_s_maps_in_place(device):
     store, layers, replicas = make(device)
     store.begin()
     before = [[store.read(layer, slot).clone() for slot in range(3)] for layer in range(2)]
-    assert store.expert_bytes == (6 * 8 + 8 * 4) * 2
+    assert store.expert_bytes == (6 * 8 + 8 * 3) * 2
     assert store.spare_bytes == 3 * store.expert_bytes
     assert store.live(1) == [checksum(data) for data in before[1]]
     addresses = [t.data_ptr() for t in (layers[1].w13, layers[1].w2, replicas[1].table, replicas[1].count)]
