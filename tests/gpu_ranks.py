@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from moe_runtime.comm.groups import RankGroup
 from tests.ranks import RankPool
 
-__all__ = ["NUM_GPUS", "captured", "gpu_ranks"]
+__all__ = ["NUM_GPUS", "captured", "close_nccl", "gpu_ranks"]
 
 NUM_GPUS = torch.cuda.device_count()
-TIMEOUT_S = 150.0
+TIMEOUT_S = 60.0
 
 
 @contextmanager
@@ -44,3 +46,11 @@ def captured(group: RankGroup, launch: Callable[[], None]) -> torch.cuda.CUDAGra
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         launch()
     return graph
+
+
+def close_nccl(group: RankGroup, process_group: dist.ProcessGroup) -> None:
+    """End a communicator of all ranks, which waits without end while a graph that captured one of its calls is held."""
+    torch.cuda.synchronize()
+    gc.collect()
+    group.all_gather_bytes(b"")
+    dist.destroy_process_group(process_group)

@@ -11,9 +11,9 @@ Buffers: two sets taken by turns (kernels/row_gather_triton.py says why two), of
 row where that is more: a call has its own rows in the set that was used in the call before the last one. A step whose
 last call had the first set ends in a barrier of the ranks, so that the next step may begin with it. Logits have one
 buffer. Between two calls with it all ranks wait for each other once more, so that what a slow one still reads is not
-written over: a step begins with embedding rows; logits in a step of their own end in a barrier and come after a step
-that has rows. Addresses and channels are chosen while the launches are made, hence once for a captured graph; graphs of
-other sizes and steps without a graph may follow each other in any order.
+written over: a step begins with embedding rows; logits in steps of their own end in a barrier each, and come after a
+step that has rows and no logits itself. Addresses and channels are chosen while the launches are made, hence once for a
+captured graph; graphs of other sizes and steps without a graph may follow each other in any order.
 
 Numerics: bits are moved, nothing is added; both give the same.
 """

@@ -40,7 +40,7 @@ from moe_runtime.planner.shape_configs import read_shape
 from moe_runtime.planner.sum_times import gpu_sum_times
 from tests.benchmark_modules import load_benchmark_module
 from tests.bits import HOSTILE_KINDS, assert_bits_equal, hostile
-from tests.gpu_ranks import NUM_GPUS, captured, gpu_ranks
+from tests.gpu_ranks import NUM_GPUS, captured, close_nccl, gpu_ranks
 from tests.model_shapes import QWEN3_30B_A3B
 from tests.ranks import RankContext
 
@@ -159,9 +159,7 @@ def compare_backends(context: RankContext) -> None:
                     wanted = all_reduce_reference(parts, out_dtype, before)
                     assert_bits_equal(total.cpu(), wanted, f"{label}, symmetric, one shot {one_shot}")
             reducer.end_step()
-        torch.cuda.synchronize()
-        context.group.all_gather_bytes(b"")
-        dist.destroy_process_group(nccl)
+        close_nccl(context.group, nccl)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -214,8 +212,8 @@ def compare_shard_sums(context: RankContext, captured_too: bool) -> None:
             torch.cuda.synchronize()
             for out, want in zip(outputs, expected, strict=True):
                 assert_bits_equal(out.cpu(), want, f"{kind}, {out.shape[0]} rows, {type(sums).__name__}")
-    context.group.all_gather_bytes(b"")
-    dist.destroy_process_group(nccl)
+    del replay, launch
+    close_nccl(context.group, nccl)
 
 
 @pytest.mark.parametrize("captured_too", [False, True], ids=["eager", "graph"])
@@ -232,8 +230,7 @@ def time_shard_sums(context: RankContext) -> list[dict[str, Any]]:
     both = dist.new_group(backend="cpu:gloo,cuda:nccl")
     group = replace(context.group, process_group=both)
     rows = list(gpu_sum_times(group, read_shape(QWEN3_30B_A3B), device))
-    context.group.all_gather_bytes(b"")
-    dist.destroy_process_group(both)
+    close_nccl(context.group, both)
     return rows
 
 

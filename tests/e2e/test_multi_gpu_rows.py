@@ -31,7 +31,7 @@ from moe_runtime.layers.row_gather import (
 )
 from tests.benchmark_modules import load_benchmark_module
 from tests.bits import HOSTILE_KINDS, assert_bits_equal, hostile
-from tests.gpu_ranks import NUM_GPUS, captured, gpu_ranks
+from tests.gpu_ranks import NUM_GPUS, captured, close_nccl, gpu_ranks
 from tests.ranks import RankContext
 
 draw_pauses = load_benchmark_module("dispatch_race").draw_pauses
@@ -54,8 +54,8 @@ def ranks() -> Iterator[Callable[..., list[Any]]]:
 
 
 class Step:
-    """A step of embedding rows, some layers and logits of some rows, then steps of logits alone, on fixed addresses:
-    own rows are put, all ranks' are gathered.
+    """A step of embedding rows and some layers, and logits of some rows: in it or in steps of their own after it. On
+    fixed addresses: own rows are put, all ranks' are gathered.
 
     Args:
         rows: What is tested.
@@ -63,7 +63,7 @@ class Step:
         num_rows: Of the step.
         num_layers: Calls beside the embedding's and the logits'.
         device: Own device.
-        num_scored: Steps of logits alone.
+        num_scored: Steps of logits alone; 0: the step has them.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Step:
         num_rows: int,
         num_layers: int,
         device: torch.device,
-        num_scored: int = 2,
+        num_scored: int = 0,
     ) -> None:
         self.rows, self.rank, self.num_rows, self.device = rows, rank, num_rows, device
         size, shape = rows.size, (num_rows, HIDDEN)
@@ -82,8 +82,9 @@ class Step:
         self.ends = torch.arange(1, size + 1, dtype=torch.int32, device=device) * NUM_TOKENS_OF_SHARE
         self.tokens = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self.is_own = torch.zeros(num_rows, 1, dtype=BF16, device=device)
-        self.logits = torch.zeros(1 + num_scored, min(num_rows, MAX_LOGIT_ROWS), VOCAB, device=device)
+        self.logits = torch.zeros(max(1, num_scored), min(num_rows, MAX_LOGIT_ROWS), VOCAB, device=device)
         self.logits_out = torch.zeros_like(self.logits)
+        self.num_scored = num_scored
         self.options: dict[str, Any] = {}
 
     def draw(self, values: torch.Tensor, seed: int) -> None:
@@ -117,9 +118,10 @@ class Step:
                 home = own[self.rank :: rows.size]
                 torch.mul(home, 1, out=places[: len(home)])
             rows.gather_home(outs[0], outs[1], pdl=pdl, **self.options)
-        self._score(0, pdl)
+        if not self.num_scored:
+            self._score(0, pdl)
         rows.end_step(pdl=pdl)
-        for i in range(1, len(self.logits)):
+        for i in range(self.num_scored):
             rows.begin_step()
             self._score(i, pdl)
             rows.end_step(pdl=pdl)
@@ -151,8 +153,8 @@ def compare_rows(context: RankContext, captured_too: bool) -> None:
     assert isinstance(symmetric, SymmetricRowGather)
     assert isinstance(collective, CollectiveRowGather)
     for rows in (symmetric, collective):
-        for num_rows, num_layers in ((1, 2), (3, 3), (48, 2), (1500, 3), (7, 0)):
-            step = Step(rows, context.rank, num_rows, num_layers, device)
+        for num_rows, num_layers, num_scored in ((1, 2, 0), (3, 3, 2), (48, 2, 1), (1500, 3, 0), (7, 0, 2)):
+            step = Step(rows, context.rank, num_rows, num_layers, device, num_scored)
             launch = captured(context.group, step.launch).replay if captured_too else step.launch
             for seed, kind in enumerate(HOSTILE_KINDS):
                 step.draw(hostile(kind, tuple(step.inputs.shape), seed=seed).to(BF16), seed)
@@ -161,8 +163,8 @@ def compare_rows(context: RankContext, captured_too: bool) -> None:
                 label = f"{kind}, {num_rows} rows, {type(rows).__name__}"
                 assert_bits_equal(step.outputs.cpu(), step.inputs.cpu(), label)
                 assert_bits_equal(step.logits_out.cpu(), step.logits.cpu(), f"logits, {label}")
-    context.group.all_gather_bytes(b"")
-    dist.destroy_process_group(nccl)
+    del step, launch
+    close_nccl(context.group, nccl)
 
 
 @pytest.mark.parametrize("captured_too", [False, True], ids=["eager", "graph"])
@@ -178,6 +180,7 @@ def replay_rows(
     context: RankContext,
     num_rows: int,
     num_layers: int,
+    num_scored: int,
     num_sets: int,
     live: bool,
     pdl: bool,
@@ -195,7 +198,7 @@ def replay_rows(
         space = SymmetricSpace.connect(context.group, num_bytes, device)
         rows = SymmetricRowGather(space, HIDDEN, VOCAB, num_layers, num_rows, BF16)
         rows.connect()
-        step = Step(rows, rank, num_rows, num_layers, device, 2 if barriers else 6)
+        step = Step(rows, rank, num_rows, num_layers, device, num_scored)
         pause_ns = torch.zeros(8, dtype=torch.int32, device=device)
         step.options = {"pause_ns": pause_ns}
         graph = captured(context.group, lambda: step.launch(pdl=pdl))
@@ -219,20 +222,21 @@ def replay_rows(
 
 
 @pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize("num_scored", [0, 3])
 @pytest.mark.parametrize(("num_rows", "num_layers"), [(1, 8), (9, 7), (128, 8)])
 @pytest.mark.parametrize("size", SIZES)
-def test_two_sets_are_enough_whoever_pauses(ranks, size, num_rows, num_layers, pdl):
-    wrong = ranks(size, replay_rows, num_rows, num_layers, 2, True, pdl, NUM_REPLAYS)
+def test_two_sets_are_enough_whoever_pauses(ranks, size, num_rows, num_layers, num_scored, pdl):
+    wrong = ranks(size, replay_rows, num_rows, num_layers, num_scored, 2, True, pdl, NUM_REPLAYS)
     assert wrong == [0] * size, f"wrong of {NUM_REPLAYS} replays, by rank"
 
 
 def test_control_one_set_goes_wrong(ranks):
-    assert sum(ranks(2, replay_rows, 128, 8, 1, True, True, CONTROL_REPLAYS)) > 0
+    assert sum(ranks(2, replay_rows, 128, 8, 0, 1, True, True, CONTROL_REPLAYS)) > 0
 
 
 def test_control_without_waits_it_goes_wrong(ranks):
-    assert sum(ranks(2, replay_rows, 128, 8, 2, False, True, CONTROL_REPLAYS)) > 0
+    assert sum(ranks(2, replay_rows, 128, 8, 0, 2, False, True, CONTROL_REPLAYS)) > 0
 
 
 def test_control_logits_without_barriers_go_wrong(ranks):
-    assert sum(ranks(2, replay_rows, 128, 2, 2, True, True, CONTROL_REPLAYS, False)) > 0
+    assert sum(ranks(2, replay_rows, 128, 2, 6, 2, True, True, CONTROL_REPLAYS, False)) > 0
