@@ -23,7 +23,13 @@ import triton.language as tl
 
 from moe_runtime.kernels.gumbel_triton import mass_of, scaled_logit
 from moe_runtime.kernels.ranks_triton import MAX_KEY, key_of, logit_of, logits_shape, pass_cost
-from moe_runtime.kernels.triton_launch import launch_options, tensors_cost, wait_for_previous
+from moe_runtime.kernels.triton_launch import (
+    cdiv,
+    launch_options,
+    next_power_of_2,
+    tensors_cost,
+    wait_for_previous,
+)
 
 __all__ = ["CUTOFF_SCHEDULES", "CutoffSchedule", "find_cutoffs", "find_cutoffs_reference", "target_mass"]
 
@@ -85,10 +91,10 @@ def find_cutoffs(
     """
     num_rows, vocab = logits_shape(logits)
     schedule = schedule or CutoffSchedule()
-    ways, num_blocks = schedule.num_ways, triton.cdiv(vocab, schedule.block_columns)
+    ways, num_blocks = schedule.num_ways, cdiv(vocab, schedule.block_columns)
     num_rounds = math.ceil(_KEY_BITS / math.log2(ways))
     shared = (num_blocks, winners, temperature, top_k, top_p)
-    sizes = (ways, triton.next_power_of_2(num_blocks))
+    sizes = (ways, next_power_of_2(num_blocks))
     per_row = launch_options(num_warps=4, num_stages=1, pdl=pdl)
     per_block = launch_options(num_warps=schedule.num_warps, num_stages=1, pdl=pdl)
 

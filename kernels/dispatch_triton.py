@@ -26,7 +26,13 @@ import triton
 import triton.language as tl
 
 from moe_runtime.kernels.peer_flags_triton import PeerFlags, await_flags, raise_flags
-from moe_runtime.kernels.triton_launch import INTERPRETED, launch_options, tensor_bytes, wait_for_previous
+from moe_runtime.kernels.triton_launch import (
+    INTERPRETED,
+    launch_options,
+    next_power_of_2,
+    tensor_bytes,
+    wait_for_previous,
+)
 
 __all__ = [
     "MAX_POSITIONS",
@@ -148,9 +154,9 @@ def dispatch_rows(
         RANK=table.rank,
         SIZE=size,
         K=ids.shape[1],
-        KP=triton.next_power_of_2(ids.shape[1]),
+        KP=next_power_of_2(ids.shape[1]),
         H=hidden,
-        BLOCK=triton.next_power_of_2(hidden),
+        BLOCK=next_power_of_2(hidden),
         OWN=own,
         FLAGS=flags is not None,
         PDL=pdl,
@@ -197,8 +203,8 @@ def local_slots(
     _local_slots[(num_experts,)](
         *(ids, slot_table, num_positions, capacity, expert_offset, words, offsets, step, channel),
         K=num_topk,
-        KP=triton.next_power_of_2(num_topk),
-        CAP=triton.next_power_of_2(capacity),
+        KP=next_power_of_2(num_topk),
+        CAP=next_power_of_2(capacity),
         RANK=0 if flags is None else flags.rank,
         SIZE=1 if flags is None else flags.size,
         FLAGS=flags is not None,

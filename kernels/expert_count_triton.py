@@ -9,7 +9,13 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_runtime.kernels.triton_launch import launch_options, tensors_cost, wait_for_previous
+from moe_runtime.kernels.triton_launch import (
+    cdiv,
+    launch_options,
+    next_power_of_2,
+    tensors_cost,
+    wait_for_previous,
+)
 
 __all__ = ["count_experts", "count_experts_reference"]
 
@@ -31,9 +37,9 @@ def count_experts(routing: torch.Tensor, counts: torch.Tensor, *, pdl: bool = Fa
     assert routing.stride()[1:] == (num_topk, 1) or num_pairs == 0, f"rows of stride {routing.stride()}"
     if num_pairs == 0 or num_layers == 0:
         return
-    _count_experts[(num_layers, triton.cdiv(num_pairs, BLOCK))](
+    _count_experts[(num_layers, cdiv(num_pairs, BLOCK))](
         routing, counts, num_pairs, routing.stride(0), E=num_experts,
-        EP=max(16, triton.next_power_of_2(num_experts)), BLOCK=BLOCK, PDL=pdl,
+        EP=max(16, next_power_of_2(num_experts)), BLOCK=BLOCK, PDL=pdl,
         **launch_options(num_warps=4, num_stages=1, pdl=pdl),
     )  # fmt: skip
 

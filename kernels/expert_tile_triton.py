@@ -14,7 +14,13 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_runtime.kernels.topk_triton import ExpertOrder
-from moe_runtime.kernels.triton_launch import launch_options, tensors_cost, wait_for_previous
+from moe_runtime.kernels.triton_launch import (
+    cdiv,
+    launch_options,
+    next_power_of_2,
+    tensors_cost,
+    wait_for_previous,
+)
 
 __all__ = [
     "chain",
@@ -47,11 +53,11 @@ def gather_rows(
     """
     num_pairs, hidden = gathered.shape
     if num_pairs:
-        _gather[(triton.cdiv(num_pairs, 4),)](
+        _gather[(cdiv(num_pairs, 4),)](
             *(h, order.pair, order.first_row, gathered, num_pairs, hidden, order.first_row.shape[0] - 1),
             K=num_pairs // h.shape[0],
             ROWS=4,
-            BLOCK=triton.next_power_of_2(hidden),
+            BLOCK=next_power_of_2(hidden),
             PDL=pdl,
             **launch_options(num_warps=8, num_stages=1, pdl=pdl),
         )

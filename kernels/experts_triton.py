@@ -26,7 +26,7 @@ from moe_runtime.kernels.expert_tile_triton import (
     weight_operand,
     weighted_rounded,
 )
-from moe_runtime.kernels.triton_launch import launch_options, wait_for_previous
+from moe_runtime.kernels.triton_launch import cdiv, launch_options, next_power_of_2, wait_for_previous
 
 __all__ = [
     "CANONICAL_EXPERT",
@@ -295,7 +295,7 @@ def _checked(
 
 
 def _grid(schedule: ExpertSchedule, columns: int, num_experts: int, num_pairs: int) -> tuple[int, int]:
-    tiles = triton.cdiv(columns, schedule.column_tile)
+    tiles = cdiv(columns, schedule.column_tile)
     return (tiles, num_pairs if schedule.mode == "per_slot" else num_experts)
 
 
@@ -306,7 +306,7 @@ def _options(
     return {
         "E": num_experts,
         "K": num_topk,
-        "CAP": max(16, triton.next_power_of_2(capacity)),
+        "CAP": max(16, next_power_of_2(capacity)),
         "PER_SLOT": schedule.mode == "per_slot",
         "BM": schedule.token_tile,
         "BN": schedule.column_tile,

@@ -21,7 +21,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_runtime.kernels.trees import tree_sum
-from moe_runtime.kernels.triton_launch import launch_options, wait_for_previous
+from moe_runtime.kernels.triton_launch import cdiv, launch_options, wait_for_previous
 
 __all__ = [
     "CANONICAL_GEMM",
@@ -289,7 +289,7 @@ def _launch(
         w_source = TensorDescriptor.from_tensor(w, [schedule.tile_columns, schedule.tile_k])
         if not schedule.swap:
             x_source = TensorDescriptor.from_tensor(x, [schedule.tile_rows, schedule.tile_k])
-    num_tiles = triton.cdiv(m, schedule.tile_rows) * triton.cdiv(n, schedule.tile_columns)
+    num_tiles = cdiv(m, schedule.tile_rows) * cdiv(n, schedule.tile_columns)
     _gemm_kernel[(num_tiles, 1 if summed else parts)](
         x_source, w_source, out, out if bias is None else bias, m,
         N=n, K=k, PARTS=parts, SUMMED=summed, BIAS=bias is not None,

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from functools import update_wrapper
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -77,6 +78,7 @@ _PREFERRED_MANY_ROWS = RowSchedule(block_rows=64, num_warps=4, num_stages=2, tma
 _PREFERRED_ROPE = RopeSchedule(num_warps=4)
 
 _Schedule = TypeVar("_Schedule")
+_Where = ParamSpec("_Where")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +131,23 @@ def device_kind(device: torch.device) -> str:
     return f"sm{major}{minor} {'H200' if 'H200' in name else name}"
 
 
+def _once(
+    choose: Callable[Concatenate[GpuSchedules, _Where], _Schedule],
+) -> Callable[Concatenate[GpuSchedules, _Where], _Schedule]:
+    """A choice made once for the same arguments, until a schedule is refused: every layer of a step asks."""
+
+    def chosen(self: GpuSchedules, /, *args: _Where.args, **kwargs: _Where.kwargs) -> _Schedule:
+        key = (choose.__name__, args, *kwargs.items())
+        try:
+            found: _Schedule = self._chosen[key]
+        except KeyError:
+            found = self._chosen[key] = choose(self, *args, **kwargs)
+        return found
+
+    update_wrapper(chosen, choose)
+    return chosen
+
+
 class GpuSchedules:
     """The table of one device and dtype.
 
@@ -145,7 +164,7 @@ class GpuSchedules:
         self.dtype = dtype
         self._findings = findings or AuditFindings()
         self._refused = set(self._findings.unequal)
-        self._chosen: dict[tuple[object, ...], object] = {}
+        self._chosen: dict[tuple[object, ...], Any] = {}
         if kind not in KNOWN_KINDS and findings is None and dtype != torch.float32:
             logger.warning(
                 "no measured schedules for %s: every op takes its canonical one, which is slow; run `moe-runtime "
@@ -163,14 +182,17 @@ class GpuSchedules:
         key = (op, schedule_label(schedule))
         return key not in self._refused and (self.kind in KNOWN_KINDS or key in self._findings.equal)
 
+    @_once
     def dense(self, m: int, n: int, k: int, parts: int = 1) -> GemmSchedule:
         """Of ``dense_gemm`` for M rows, weights ``[N, K]``."""
         return self._gemm("dense", m, n, k, parts)
 
+    @_once
     def dense_parts(self, m: int, n: int, k: int, parts: int) -> GemmSchedule:
         """Of ``dense_gemm_parts``."""
         return self._gemm("dense_parts", m, n, k, parts)
 
+    @_once
     def vendor(
         self, m: int, n: int, k: int, parts: int, *, float32_out: bool, max_rows: int
     ) -> VendorGemm | None:
@@ -183,38 +205,29 @@ class GpuSchedules:
                 return None if ("dense", schedule_label(schedule)) in self._refused else schedule
         return None
 
+    @_once
     def router(self, m: int, hidden: int) -> RouterSchedule:
         """Of ``router_logits``."""
-        return self._first(
-            "router",
-            (default_router_schedule(m, hidden), *ROUTER_SCHEDULES),
-            CANONICAL_ROUTER,
-            m,
-            hidden,
-            m=m,
-        )
+        candidates = default_router_schedule(m, hidden), *ROUTER_SCHEDULES
+        return self._first("router", candidates, CANONICAL_ROUTER, m=m)
 
+    @_once
     def topk(self, m: int) -> TopkSchedule:
         """Of ``topk``; integers and elementwise fp32, so fp32 models may use any, too."""
-        return self._first("topk", (default_topk_schedule(m), *TOPK_SCHEDULES), CANONICAL_TOPK, m, m=m)
+        return self._first("topk", (default_topk_schedule(m), *TOPK_SCHEDULES), CANONICAL_TOPK, m=m)
 
+    @_once
     def experts(self, m: int, hidden: int, width: int) -> ExpertSchedules:
         """Of ``gate_up`` and ``down`` for M rows."""
         default = default_expert_schedules(m)
+        gate_up = _without_tma((default.gate_up, *GATE_UP_SCHEDULES), hidden)
+        down = _without_tma((default.down, *DOWN_SCHEDULES), width)
         return ExpertSchedules(
-            gate_up=self._first(
-                "gate_up",
-                _without_tma((default.gate_up, *GATE_UP_SCHEDULES), hidden),
-                CANONICAL_EXPERT,
-                m,
-                hidden,
-                m=m,
-            ),
-            down=self._first(
-                "down", _without_tma((default.down, *DOWN_SCHEDULES), width), CANONICAL_EXPERT, m, width, m=m
-            ),
+            gate_up=self._first("gate_up", gate_up, CANONICAL_EXPERT, m=m),
+            down=self._first("down", down, CANONICAL_EXPERT, m=m),
         )
 
+    @_once
     def grouped_experts(self, num_pairs: int, num_experts: int, hidden: int, width: int) -> GroupedSchedules:
         """Of ``gate_up_grouped`` and ``down_grouped``: both have one row tile."""
         default = default_grouped_schedules(num_pairs, num_experts)
@@ -226,18 +239,21 @@ class GpuSchedules:
                     return GroupedSchedules(gate_up=first, down=second)
         raise AssertionError("both lists end with the canonical schedule")
 
+    @_once
     def decode_attention(self, *, split: bool) -> DecodeSchedule:
         """Of ``attend_decode``, for short contexts or, split, for long ones; serial if no split one may be used."""
         preferred = _PREFERRED_SPLIT if split else _PREFERRED_SERIAL
         candidates = [preferred, *(s for s in DECODE_SCHEDULES if s.split == split)]
-        return self._first("attention", candidates, CANONICAL_DECODE, split)
+        return self._first("attention", candidates, CANONICAL_DECODE)
 
+    @_once
     def attention_rows(self, *, few: bool) -> RowSchedule:
         """Of ``attend_rows``, for sequences of few or of many rows in the step."""
         preferred = _PREFERRED_FEW_ROWS if few else _PREFERRED_MANY_ROWS
         candidates = [preferred, *(s for s in ROW_SCHEDULES if (s.block_rows == 16) == few)]
-        return self._first("attention_rows", candidates, CANONICAL_ROWS, few)
+        return self._first("attention_rows", candidates, CANONICAL_ROWS)
 
+    @_once
     def rope(self) -> RopeSchedule:
         """Of ``rope_and_write``."""
         return self._first("rope", (_PREFERRED_ROPE, *ROPE_SCHEDULES), CANONICAL_ROPE)
@@ -246,7 +262,7 @@ class GpuSchedules:
         candidates = candidate_gemm_schedules(m, n, k, parts)
         if op == "dense" and parts > 1:
             candidates = tuple(replace(schedule, early_k=0) for schedule in candidates)
-        return self._first(op, candidates, CANONICAL_GEMM, m, n, k, parts, m=m, shape=f"N{n} K{k} P{parts}")
+        return self._first(op, candidates, CANONICAL_GEMM, m=m, shape=f"N{n} K{k} P{parts}")
 
     def _usable_grouped(
         self, op: str, default: GroupedSchedule, candidates: Sequence[GroupedSchedule], depth: int
@@ -269,22 +285,17 @@ class GpuSchedules:
         op: str,
         candidates: Iterable[_Schedule],
         canonical: _Schedule,
-        *where: object,
+        *,
         m: int | None = None,
         shape: str | None = None,
     ) -> _Schedule:
-        """The first candidate that may be used, else the canonical schedule; remembered by ``where``."""
-        key = (op, *where)
-        found = self._chosen.get(key)
-        if found is None:
-            found = canonical
-            if self.dtype != torch.float32 or op == "topk":
-                us = self._measured_us(op, m, shape)
-                ordered = sorted(candidates, key=lambda s: us.get(schedule_label(s), math.inf))
-                usable = (s for s in ordered if (us or s != canonical) and self.may_use(op, s))
-                found = next(usable, canonical)
-            self._chosen[key] = found
-        return found  # type: ignore[return-value]
+        """The first candidate that may be used, else the canonical schedule."""
+        if self.dtype == torch.float32 and op != "topk":
+            return canonical
+        us = self._measured_us(op, m, shape)
+        ordered = sorted(candidates, key=lambda s: us.get(schedule_label(s), math.inf))
+        usable = (s for s in ordered if (us or s != canonical) and self.may_use(op, s))
+        return next(usable, canonical)
 
     def _measured_us(self, op: str, m: int | None = None, shape: str | None = None) -> dict[str, float]:
         """Times of an op's schedules by label at the next audited row count from M on (else the largest). Empty on a

@@ -30,7 +30,7 @@ from moe_runtime.kernels.expert_tile_triton import (
 )
 from moe_runtime.kernels.experts_triton import expert_metadata
 from moe_runtime.kernels.topk_triton import ExpertOrder, ExpertTiles
-from moe_runtime.kernels.triton_launch import launch_options, tensors_cost, wait_for_previous
+from moe_runtime.kernels.triton_launch import launch_options, next_power_of_2, tensors_cost, wait_for_previous
 
 __all__ = [
     "CANONICAL_GROUPED",
@@ -162,7 +162,7 @@ def gate_up_grouped(
     if schedule.kind == "vendor":
         both = torch._grouped_mm(rows, w13.transpose(1, 2), offs=order.first_row[1:])
         _swiglu_rows[(num_pairs,)](
-            *(both, mid, order.first_row, width, num_experts, triton.next_power_of_2(width)),
+            *(both, mid, order.first_row, width, num_experts, next_power_of_2(width)),
             **launch_options(num_warps=4, num_stages=1, pdl=False),
         )
         return
@@ -222,7 +222,7 @@ def down_grouped(
         plain = torch._grouped_mm(mid, w2.transpose(1, 2), offs=order.first_row[1:])
         _weight_rows[(num_pairs,)](
             *(plain, rows, order.pair, weights, order.first_row, hidden, num_experts),
-            BLOCK=triton.next_power_of_2(hidden),
+            BLOCK=next_power_of_2(hidden),
             **to,
             **launch_options(num_warps=8, num_stages=1, pdl=False),
         )

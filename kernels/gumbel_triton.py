@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from moe_runtime.kernels import sampling
-from moe_runtime.kernels.triton_launch import launch_options, tensors_cost, wait_for_previous
+from moe_runtime.kernels.triton_launch import cdiv, launch_options, tensors_cost, wait_for_previous
 
 __all__ = [
     "MASS_SCALE",
@@ -52,7 +52,7 @@ def gumbel_noise(seed: int, position: int, token_ids: torch.Tensor, *, pdl: bool
         key = torch.tensor(
             [int64_bits(seed), int64_bits(position)], dtype=torch.int64, device=token_ids.device
         )
-        _noise_kernel[triton.cdiv(token_ids.numel(), _BLOCK),](
+        _noise_kernel[cdiv(token_ids.numel(), _BLOCK),](
             key,
             token_ids,
             out,

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from moe_runtime.kernels import logit_rules
 from moe_runtime.kernels.logit_rules import RowRules
 from moe_runtime.kernels.ranks_triton import logits_shape
-from moe_runtime.kernels.triton_launch import launch_options, tensors_cost
+from moe_runtime.kernels.triton_launch import cdiv, launch_options, tensors_cost
 
 __all__ = ["RuleRows", "apply_rules", "apply_rules_reference"]
 
@@ -140,12 +140,12 @@ def apply_rules(logits: torch.Tensor, rows: RuleRows, last_ids: torch.Tensor) ->
     out = torch.empty(num_rows, vocab, dtype=torch.float32, device=logits.device)
     marks = torch.zeros(num_rows, vocab, dtype=torch.int32, device=logits.device)
     options = launch_options(num_warps=4, num_stages=1, pdl=False)
-    by_segment = (rows.segments.shape[0], triton.cdiv(rows.longest, _BLOCK))
+    by_segment = (rows.segments.shape[0], cdiv(rows.longest, _BLOCK))
     if rows.longest:
         _mark_kernel[by_segment](
             rows.segments, rows.ids, rows.settings, last_ids, marks, vocab, _BLOCK, **options
         )
-    _apply_kernel[num_rows, triton.cdiv(vocab, _BLOCK)](
+    _apply_kernel[num_rows, cdiv(vocab, _BLOCK)](
         logits, logits.stride(0), vocab, rows.settings, num_rows, rows.masks, marks, out, _BLOCK, **options
     )
     if rows.has_bias:

@@ -21,7 +21,7 @@ import triton.language as tl
 
 from moe_runtime.kernels.peer_flags_triton import PeerFlags, await_flags, raise_flags
 from moe_runtime.kernels.trees import tree_sum
-from moe_runtime.kernels.triton_launch import INTERPRETED, launch_options, wait_for_previous
+from moe_runtime.kernels.triton_launch import INTERPRETED, launch_options, next_power_of_2, wait_for_previous
 
 __all__ = [
     "RowSources",
@@ -296,7 +296,7 @@ def _launch(kernel: Any, num_rows: int, hidden: int, pdl: bool, *args: Any, **co
         return
     options = launch_options(num_warps=norm_warps(hidden), num_stages=1, pdl=pdl)
     kernel[(num_rows,)](
-        *args, **constants, H=hidden, BLOCK=max(32, triton.next_power_of_2(hidden)), PDL=pdl, **options
+        *args, **constants, H=hidden, BLOCK=max(32, next_power_of_2(hidden)), PDL=pdl, **options
     )
 
 

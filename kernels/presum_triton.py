@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from moe_runtime.kernels.dispatch_triton import RowHomes
-from moe_runtime.kernels.triton_launch import launch_options, wait_for_previous
+from moe_runtime.kernels.triton_launch import launch_options, next_power_of_2, wait_for_previous
 
 __all__ = ["presum_rows", "presum_rows_reference"]
 
@@ -51,7 +51,7 @@ def presum_rows(
         *(experts[0], experts[1], partials.stride(0)),
         K=num_topk,
         H=hidden,
-        BLOCK=triton.next_power_of_2(hidden),
+        BLOCK=next_power_of_2(hidden),
         PDL=pdl,
         **launch_options(num_warps=4, num_stages=1, pdl=pdl),
     )

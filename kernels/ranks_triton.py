@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_runtime.kernels.triton_launch import launch_options, wait_for_previous
+from moe_runtime.kernels.triton_launch import cdiv, launch_options, next_power_of_2, wait_for_previous
 
 __all__ = [
     "ID_BITS",
@@ -67,7 +67,7 @@ KEY_SCHEDULES = (
 
 def chunk_columns(vocab: int) -> int:
     """Columns in a chunk: 128 up to a vocabulary of 2**18."""
-    columns: int = triton.next_power_of_2(triton.cdiv(vocab, _MAX_CHUNKS))
+    columns: int = next_power_of_2(cdiv(vocab, _MAX_CHUNKS))
     return max(_MIN_CHUNK_COLUMNS, columns)
 
 
@@ -76,8 +76,8 @@ def chunk_keys(logits: torch.Tensor, *, schedule: KeySchedule, pdl: bool) -> tor
     num_rows, vocab = logits_shape(logits)
     chunk = chunk_columns(vocab)
     block = max(schedule.block_columns, chunk)
-    keys = torch.empty(num_rows, triton.cdiv(vocab, chunk), dtype=torch.int64, device=logits.device)
-    _chunk_keys_kernel[num_rows, triton.cdiv(vocab, block)](
+    keys = torch.empty(num_rows, cdiv(vocab, chunk), dtype=torch.int64, device=logits.device)
+    _chunk_keys_kernel[num_rows, cdiv(vocab, block)](
         logits,
         logits.stride(0),
         vocab,
@@ -100,7 +100,7 @@ def chunk_keys_reference(logits: torch.Tensor) -> torch.Tensor:
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() + 2**31
     ids = torch.arange(vocab, device=logits.device)
     keys: torch.Tensor = (ordered << ID_BITS.value) | (_ID_MASK.value - ids)
-    padded = keys.new_full((num_rows, triton.cdiv(vocab, chunk) * chunk), -1)
+    padded = keys.new_full((num_rows, cdiv(vocab, chunk) * chunk), -1)
     padded[:, :vocab] = keys
     return padded.view(num_rows, -1, chunk).amax(2)
 

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from moe_runtime.kernels.gemm_triton import chain_over_k, dense_gemm_reference
-from moe_runtime.kernels.triton_launch import launch_options, wait_for_previous
+from moe_runtime.kernels.triton_launch import cdiv, launch_options, next_power_of_2, wait_for_previous
 
 __all__ = [
     "CANONICAL_ROUTER",
@@ -75,7 +75,7 @@ ROUTER_SCHEDULES = (
 
 def default_router_schedule(m: int, hidden: int) -> RouterSchedule:
     """The schedule for bf16: sliced for few rows, in one step where a part fits."""
-    part = triton.next_power_of_2(triton.cdiv(hidden, PARTS))
+    part = next_power_of_2(cdiv(hidden, PARTS))
     if m > 256:
         tile_k = min(64, max(16, part // 2))
         return RouterSchedule(
@@ -124,7 +124,7 @@ def router_logits(
     if h.dtype == torch.float32 and schedule != CANONICAL_ROUTER:
         raise ValueError(f"schedule ({schedule}) must be CANONICAL_ROUTER for float32 inputs")
     kernel = _router_sliced_kernel if schedule.sliced else _router_serial_kernel
-    grid = (triton.cdiv(num_experts, schedule.tile_experts), triton.cdiv(m, schedule.tile_rows))
+    grid = (cdiv(num_experts, schedule.tile_experts), cdiv(m, schedule.tile_rows))
     kernel[grid](
         h,
         w,

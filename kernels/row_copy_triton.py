@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_runtime.kernels.triton_launch import launch_options, tensors_cost
+from moe_runtime.kernels.triton_launch import cdiv, launch_options, tensors_cost
 
 __all__ = ["copy_rows"]
 
@@ -38,7 +38,7 @@ def copy_rows(source: torch.Tensor, target: torch.Tensor, rows: torch.Tensor) ->
         return
     words, places = source.flatten(1).view(torch.int64), target.flatten(1).view(torch.int64)
     num_words = words.shape[1]
-    num_programs = min(_MAX_PROGRAMS, triton.cdiv(num_words, _BLOCK_WORDS))
+    num_programs = min(_MAX_PROGRAMS, cdiv(num_words, _BLOCK_WORDS))
     _copy_rows[(num_rows, num_programs)](
         words,
         places,

@@ -35,7 +35,7 @@ import triton
 import triton.language as tl
 
 from moe_runtime.kernels.peer_flags_triton import PeerFlags, meet_peers
-from moe_runtime.kernels.triton_launch import INTERPRETED, launch_options
+from moe_runtime.kernels.triton_launch import INTERPRETED, cdiv, launch_options, next_power_of_2
 
 __all__ = [
     "gather_columns",
@@ -85,7 +85,7 @@ def gather_home_rows(
     per_rank = max(1, min(MAX_PROGRAMS // flags.size, -(-num_rows // flags.size)))
     _home[(flags.size * per_rank,)](
         residual, normed, offsets, residual_out, normed_out, num_rows,
-        H=hidden, BLOCK=triton.next_power_of_2(hidden), **_meeting(flags, channel, pause_ns, pdl),
+        H=hidden, BLOCK=next_power_of_2(hidden), **_meeting(flags, channel, pause_ns, pdl),
     )  # fmt: skip
 
 
@@ -117,7 +117,7 @@ def gather_owned_rows(
     _check(rows, out, rows.dtype, offsets, flags)
     _owned[(max(1, min(MAX_PROGRAMS, num_rows)),)](
         rows, offsets, token_ids, vocab_ends, out, num_rows,
-        H=hidden, BLOCK=triton.next_power_of_2(hidden), **_meeting(flags, channel, pause_ns, pdl),
+        H=hidden, BLOCK=next_power_of_2(hidden), **_meeting(flags, channel, pause_ns, pdl),
     )  # fmt: skip
 
 
@@ -145,7 +145,7 @@ def gather_columns(
         raise ValueError(f"columns ({width}) must be at least the ranks ({size})")
     assert columns.shape == (num_rows, share), f"columns {list(columns.shape)}, {share} of a row are own ones"
     _check(columns, out, columns.dtype, offsets, flags)
-    blocks = max(1, triton.cdiv(triton.cdiv(width, size), COLUMN_BLOCK))
+    blocks = max(1, cdiv(cdiv(width, size), COLUMN_BLOCK))
     per_rank = max(1, min(MAX_PROGRAMS // size, num_rows * blocks))
     _columns[(size * per_rank,)](
         columns, offsets, out, num_rows, width, blocks,

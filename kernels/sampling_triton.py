@@ -56,7 +56,13 @@ from moe_runtime.kernels.ranks_triton import (
     top_keys,
 )
 from moe_runtime.kernels.sampling import RowSampling
-from moe_runtime.kernels.triton_launch import launch_options, tensors_cost, wait_for_previous
+from moe_runtime.kernels.triton_launch import (
+    cdiv,
+    launch_options,
+    next_power_of_2,
+    tensors_cost,
+    wait_for_previous,
+)
 
 __all__ = [
     "MAX_SMALL_TOP_K",
@@ -123,7 +129,7 @@ class SamplingRows:
     def of(cls, rows: Sequence[RowSampling], device: torch.device | str) -> SamplingRows:
         """Settings of ``rows`` by one copy, from pinned memory to a GPU (no host sync), and the searches they need."""
         num_rows = len(rows)
-        padded = triton.cdiv(num_rows, 4) * 4  # each column starts at a multiple of 16 bytes
+        padded = cdiv(num_rows, 4) * 4  # each column starts at a multiple of 16 bytes
         host = torch.zeros(4, padded, dtype=torch.int64, pin_memory=torch.device(device).type == "cuda")
         integers, halves = host.numpy(), host.view(torch.int32).numpy()
         integers[0, :num_rows] = [int64_bits(row.seed) for row in rows]
@@ -168,7 +174,7 @@ def greedy(
         keys,
         keys.shape[1],
         out,
-        triton.next_power_of_2(keys.shape[1]),
+        next_power_of_2(keys.shape[1]),
         PDL=pdl,
         **launch_options(num_warps=schedule.merge_warps, num_stages=1, pdl=pdl),
     )
@@ -220,7 +226,7 @@ def sample(
         winners,
         out,
         chunk_columns(vocab),
-        triton.next_power_of_2(keys.shape[1]),
+        next_power_of_2(keys.shape[1]),
         PDL=pdl,
         **launch_options(num_warps=schedule.keys.merge_warps, num_stages=1, pdl=pdl),
     )
@@ -238,7 +244,7 @@ def sample(
             schedule=schedule.cutoff,
             pdl=pdl,
         )
-    num_blocks = triton.cdiv(vocab, schedule.noise_columns)
+    num_blocks = cdiv(vocab, schedule.noise_columns)
     best = torch.empty(num_rows, num_blocks, dtype=torch.int64, device=logits.device)
     _noise_kernel[num_rows, num_blocks](
         logits,
@@ -261,7 +267,7 @@ def sample(
         num_blocks,
         winners,
         out,
-        triton.next_power_of_2(num_blocks),
+        next_power_of_2(num_blocks),
         PDL=pdl,
         **launch_options(num_warps=1, num_stages=1, pdl=pdl),
     )

@@ -26,7 +26,14 @@ from moe_runtime.kernels.ranks_triton import (
     pass_cost,
     top_keys,
 )
-from moe_runtime.kernels.triton_launch import launch_options, tensor_bytes, tensors_cost, wait_for_previous
+from moe_runtime.kernels.triton_launch import (
+    cdiv,
+    launch_options,
+    next_power_of_2,
+    tensor_bytes,
+    tensors_cost,
+    wait_for_previous,
+)
 
 __all__ = [
     "MAX_NUM_TOP",
@@ -87,7 +94,7 @@ def log_softmax_stats(
     )
     if num_rows == 0:
         return stats
-    num_blocks = triton.cdiv(vocab, _STATS_BLOCK)
+    num_blocks = cdiv(vocab, _STATS_BLOCK)
     options = launch_options(num_warps=_STATS_WARPS, num_stages=1, pdl=pdl)
     if schedule is None or schedule.split:
         partials = torch.empty(2, num_rows, num_blocks, dtype=torch.float32, device=logits.device)
@@ -136,7 +143,7 @@ def token_logprobs(
     num_rows, vocab = logits_shape(logits)
     out = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     if num_rows:
-        _token_logprobs_kernel[triton.cdiv(num_rows, _TOKENS_PER_PROGRAM),](
+        _token_logprobs_kernel[cdiv(num_rows, _TOKENS_PER_PROGRAM),](
             logits,
             logits.stride(0),
             vocab,
@@ -202,9 +209,9 @@ def top_logprobs(
         ids,
         values,
         num_top,
-        triton.next_power_of_2(num_top),
+        next_power_of_2(num_top),
         chunk_columns(vocab),
-        triton.next_power_of_2(keys.shape[1]),
+        next_power_of_2(keys.shape[1]),
         PDL=pdl,
         **launch_options(num_warps=schedule.merge_warps, num_stages=1, pdl=pdl),
     )

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_runtime.kernels.triton_launch import launch_options, wait_for_previous
+from moe_runtime.kernels.triton_launch import cdiv, launch_options, wait_for_previous
 
 __all__ = [
     "record_tokens",
@@ -43,7 +43,7 @@ def resolve_tokens(
     """
     num_rows = host_ids.shape[0]
     if num_rows:
-        _resolve[(triton.cdiv(num_rows, BLOCK),)](
+        _resolve[(cdiv(num_rows, BLOCK),)](
             host_ids, slots, last_token, out, num_rows, B=BLOCK, PDL=pdl,
             **launch_options(num_warps=4, num_stages=1, pdl=pdl),
         )  # fmt: skip
@@ -62,7 +62,7 @@ def record_tokens(
     """
     num_rows = tokens.shape[0]
     if num_rows:
-        _record[(triton.cdiv(num_rows, BLOCK),)](
+        _record[(cdiv(num_rows, BLOCK),)](
             tokens, slots, last_token, num_rows, B=BLOCK, PDL=pdl,
             **launch_options(num_warps=4, num_stages=1, pdl=pdl),
         )  # fmt: skip

@@ -28,7 +28,13 @@ from moe_runtime.kernels.expert_ranks_triton import (
 )
 from moe_runtime.kernels.replicas import Replicas, active_copy_choice
 from moe_runtime.kernels.replicas_triton import physical_experts
-from moe_runtime.kernels.triton_launch import launch_options, tensors_cost, wait_for_previous
+from moe_runtime.kernels.triton_launch import (
+    cdiv,
+    launch_options,
+    next_power_of_2,
+    tensors_cost,
+    wait_for_previous,
+)
 
 __all__ = [
     "CANONICAL_TOPK",
@@ -159,7 +165,7 @@ def topk(
     if max(num_rows, capacity) == 0:
         return
     schedule = schedule or default_topk_schedule(num_rows)
-    _topk[(triton.cdiv(max(num_rows, capacity), schedule.row_tile),)](
+    _topk[(cdiv(max(num_rows, capacity), schedule.row_tile),)](
         *(logits, num_tokens, ids, weights),
         ids if slot_table is None else slot_table,
         logits if scores.bias is None else scores.bias,
@@ -170,9 +176,9 @@ def topk(
         num_rows,
         capacity,
         E=num_experts,
-        EP=max(16, triton.next_power_of_2(num_experts)),
+        EP=max(16, next_power_of_2(num_experts)),
         K=num_topk,
-        KP=triton.next_power_of_2(num_topk),
+        KP=next_power_of_2(num_topk),
         TABLE=capacity > 0,
         NORM=norm_topk_prob,
         SIGMOID=sigmoid is not None,
@@ -223,8 +229,8 @@ def expert_order(
         pdl: Dependent launch.
     """
     num_pairs = ids.numel()
-    num_blocks = max(1, triton.cdiv(num_pairs, COUNT_BLOCK))
-    padded = triton.next_power_of_2(num_experts + 1)
+    num_blocks = max(1, cdiv(num_pairs, COUNT_BLOCK))
+    padded = next_power_of_2(num_experts + 1)
     pair = torch.empty(num_pairs, dtype=torch.int32, device=ids.device)
     first_row = torch.empty(num_experts + 1, dtype=torch.int32, device=ids.device)
     counts = torch.empty(num_experts + 1, num_blocks, dtype=torch.int32, device=ids.device)
@@ -232,7 +238,7 @@ def expert_order(
     shape = {"E": num_experts, "EP": padded, "BLOCK": COUNT_BLOCK, "PDL": pdl}
     options = launch_options(num_warps=8, num_stages=1, pdl=pdl)
     _count[(num_blocks,)](ids, counts, num_pairs, num_blocks, expert_offset, **shape, **options)
-    blocks = triton.next_power_of_2(num_blocks)
+    blocks = next_power_of_2(num_blocks)
     _prefix[(num_experts + 1,)](counts, totals, num_blocks, BLOCKS=blocks, PDL=pdl, **options)
     _place[(num_blocks,)](
         ids, counts, totals, pair, first_row, num_pairs, num_blocks, expert_offset, **shape, **options
@@ -267,10 +273,10 @@ def expert_tiles(
     num_experts = first_row.shape[0] - 1
     lists = torch.empty(3, max_tiles, dtype=torch.int32, device=first_row.device)
     num_tiles = torch.empty(1, dtype=torch.int32, device=first_row.device)
-    _cut[(max(1, triton.cdiv(max_tiles, TILE_BLOCK)),)](
+    _cut[(max(1, cdiv(max_tiles, TILE_BLOCK)),)](
         *(first_row, lists, num_tiles, max_tiles),
         E=num_experts,
-        EP=triton.next_power_of_2(num_experts),
+        EP=next_power_of_2(num_experts),
         ROWS=tile_rows,
         BLOCK=TILE_BLOCK,
         PDL=pdl,

@@ -181,3 +181,15 @@ def test_tma_is_left_out_where_rows_are_not_whole_16_bytes():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="names a CPU's kind")
 def test_the_interpreter_is_a_known_kind():
     assert device_kind(torch.device("cpu")) in KNOWN_KINDS
+
+
+def test_a_choice_is_made_once_until_a_schedule_is_refused(monkeypatch):
+    table = GpuSchedules(H200, BF16)
+    first = choices(table)
+    monkeypatch.setattr(GpuSchedules, "_first", None)  # asks nobody again
+    monkeypatch.setattr(GpuSchedules, "_usable_grouped", None)
+    assert choices(table) == first
+    assert table.vendor(8, 5120, 2048, 1, float32_out=False, max_rows=8) is None
+    monkeypatch.undo()
+    table.refuse("dense", first[0])
+    assert table.dense(8, 5120, 2048) != first[0]

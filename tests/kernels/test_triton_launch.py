@@ -11,7 +11,7 @@ import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
 from moe_runtime.kernels import triton_launch  # isort: skip
-from moe_runtime.kernels.triton_launch import launch_options, wait_for_previous  # isort: skip
+from moe_runtime.kernels.triton_launch import cdiv, launch_options, next_power_of_2, wait_for_previous  # isort: skip
 
 
 @triton.jit
@@ -34,6 +34,13 @@ def test_the_interpreter_takes_no_options(monkeypatch):
 
 def test_the_interpreter_is_known_by_its_variable():
     assert (DEVICE == "cpu") is triton_launch.INTERPRETED
+
+
+def test_sizes_on_the_host_are_those_of_triton_s_own_functions():
+    for n in range(1, 300):
+        assert next_power_of_2(n) == triton.next_power_of_2(n)
+        for block in (1, 3, 16, 64):
+            assert cdiv(n - 1, block) == triton.cdiv(n - 1, block)
 
 
 @pytest.mark.parametrize("pdl", [False, pytest.param(True, marks=pytest.mark.gpu)])
