@@ -10,6 +10,7 @@ import json
 import os
 import shlex
 import subprocess
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -196,7 +197,7 @@ def _take(command: Command, code: int | None, outcome: Outcome) -> None:
     outcome.commands.append(
         {
             "name": command.name,
-            "command": shlex.join(command.argv),
+            "command": shlex.join(_as_typed(command.argv)),
             "exit_code": code,
             "result": result,
             "last_lines": [] if is_done else _last_lines(command.log),
@@ -205,6 +206,15 @@ def _take(command: Command, code: int | None, outcome: Outcome) -> None:
     if not is_done and outcome.state == "done":
         outcome.state = "cut off" if code is None else "failed"
         outcome.reason = f"{command.name} {_how_it_ended(code, outcome.wall_s)}"
+
+
+def _as_typed(argv: Sequence[str]) -> list[str]:
+    """As one types it in the project's folder, on any machine."""
+    folders = dict.fromkeys((str(Path(__file__).resolve().parents[1]), str(Path.cwd())))
+    typed = ["python" if part == sys.executable else part for part in argv]
+    for folder in folders:
+        typed = [part.removeprefix(folder + os.sep) for part in typed]
+    return typed
 
 
 def _how_it_ended(code: int | None, wall_s: float) -> str:

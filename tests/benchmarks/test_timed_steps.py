@@ -76,6 +76,7 @@ def test_every_step_is_told_as_it_ends_and_a_failure_ends_no_other(make_step: Ma
     assert [command["exit_code"] for command in bad.commands] == [7, 0]
     assert [command["result"] for command in bad.commands] == [{"value": 3}, {"value": 4}]
     assert bad.commands[0]["last_lines"] == ["line 1"]
+    assert silent.commands[0]["command"] == """python -S -c 'print('"'"'nothing written'"'"')'"""
     assert silent.reason == "silent 0 wrote no result"
     assert silent.commands[0]["last_lines"] == ["nothing written"]
     assert half.commands[0]["result"] is None
@@ -128,3 +129,11 @@ def test_a_signal_ends_the_programs_and_what_they_wrote_is_told(make_step: MakeS
         timed.run_steps([step], timed.TimeBudget(total_s=30), told.append, clock=clock)
     _, outcome = told
     assert (outcome.state, outcome.commands[0]["result"]) == ("cut off", {"value": 9})
+
+
+def test_a_command_is_told_without_the_machine_s_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    program = Path(timed.__file__).with_name("bench_dispatch.py")
+    argv = [sys.executable, str(program), "--output", str(tmp_path / "out.json"), "/elsewhere/model"]
+    typed = ["python", "benchmarks/bench_dispatch.py", "--output", "out.json", "/elsewhere/model"]
+    assert timed._as_typed(argv) == typed
