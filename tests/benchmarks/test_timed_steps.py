@@ -131,7 +131,9 @@ def test_a_signal_ends_the_programs_and_what_they_wrote_is_told(make_step: MakeS
     assert (outcome.state, outcome.commands[0]["result"]) == ("cut off", {"value": 9})
 
 
-def test_a_command_is_told_without_the_machine_s_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_command_is_told_without_the_machine_s_folders(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     program = Path(timed.__file__).with_name("bench_dispatch.py")
     argv = [sys.executable, str(program), "--output", str(tmp_path / "out.json"), "/elsewhere/model"]
