@@ -96,8 +96,8 @@ class CudaRunner(Runner):
             for _ in range(config.num_layers)
         ]
         self.max_blocks = -(-max_model_len // BLOCK_SIZE)
-        self.drafts = drafts
         self.largest_decode = min(MAX_DECODE_ROWS, max(max_num_seqs, MOST_ROWS if drafts else 1))
+        self.most_prompt_rows = MAX_DECODE_ROWS if use_graphs and self.device.type == "cuda" else 0
         self._slots = SequenceSlots(2 * max_num_seqs)
         self.last_token = torch.zeros(2 * max_num_seqs, dtype=torch.int32, device=self.device)
         self._inputs = InputRing(MAX_DECODE_ROWS * (3 + self.max_blocks) + 1, self.device, *self._wait_limits)
@@ -114,14 +114,14 @@ class CudaRunner(Runner):
         """Capture every variant of every bucket ahead of the first request."""
         if self.graphs is None:
             return
-        buckets = [bucket for bucket in DECODE_BUCKETS if bucket <= self.largest_decode]
         longest = self.max_blocks * BLOCK_SIZE
         wanted = sorted(
             {
-                (b, self._attention_variant(length, b, several_rows=several))
-                for b in buckets
+                (bucket, self._attention_variant(length, bucket, several_rows=several))
+                for bucket in DECODE_BUCKETS
+                if bucket <= max(self.largest_decode, self.most_prompt_rows)
                 for length in (1, longest)
-                for several in ((False, True) if self.drafts and 1 < b <= MOST_ROWS else (False,))
+                for several in (False, bucket > 1)
             }
         )
         for done, (bucket, variant) in enumerate(wanted):
@@ -148,14 +148,19 @@ class CudaRunner(Runner):
             hidden, token_ids = self._mixed(plan, slots, StepShape.of_tokens(tokens_per_rank))
             routing = self._routing(plan, routed_token_idx(chunks))
             return replace(self._score_hidden(rows, hidden, token_ids), routing=routing)
-        # What becomes of drafts is known to the host before the next step is planned.
-        slots = [-1 if row.is_verify else self._slots.slot(row.sequence) for row in rows]
+        slots = [-1] * len(plan.token_ids)
+        for row, slot in zip(rows, self._row_slots(rows), strict=True):
+            slots[row.token_idx] = slot
         self._decode(plan, slots, bucket)
         routing = self._routing(plan, routed_token_idx(chunks))
         if not rows:
-            return LaunchedStep(rows, self._nothing_to_collect())
-        scored = self._score(rows, self.logits[: len(rows)], self._token_ids, greedy_done=True)
-        return replace(scored, routing=routing)
+            return LaunchedStep(rows, self._nothing_to_collect(), routing)
+        if len(rows) == len(slots):
+            places, logits = None, self.logits[: len(rows)]
+        else:
+            places = self._upload([row.token_idx for row in rows])
+            logits = self.logits[places]
+        return replace(self._score(rows, logits, self._token_ids, places, greedy_done=True), routing=routing)
 
     @torch.inference_mode()
     def follow(self, plan: StepPlan, tokens_per_rank: SequenceOf[int], *, is_decode: bool) -> None:
@@ -183,7 +188,7 @@ class CudaRunner(Runner):
         """Rows of the graph that every group of ranks runs; None for the mixed form."""
         tp = self.decoder.tensor_parallel.size
         most = max(sum(tokens_per_rank[first : first + tp]) for first in range(0, len(tokens_per_rank), tp))
-        return decode_bucket(most, self.largest_decode) if is_decode else None
+        return decode_bucket(most, max(self.largest_decode, self.most_prompt_rows)) if is_decode else None
 
     def _decode(self, plan: StepPlan, slots: SequenceOf[int], bucket: int) -> None:
         """A row per token; logits and greedy tokens of the rows, in order.
@@ -196,7 +201,8 @@ class CudaRunner(Runner):
         num_rows = len(plan.token_ids)
         spans = list(zip(plan.start_positions, plan.query_lens, strict=True))
         longest = max((start + length for start, length in spans), default=1)
-        variant = self._attention_variant(longest, bucket, several_rows=plan.has_drafts)
+        several_rows = any(length > 1 for length in plan.query_lens)
+        variant = self._attention_variant(longest, bucket, several_rows=several_rows)
         self._prepare_graph(bucket, variant)
         size = 1 + bucket * (3 + self.max_blocks)
         host = self._inputs.next(size)
@@ -246,7 +252,9 @@ class CudaRunner(Runner):
         """Chunks in programs of their own where contexts are long and rows alone would not fill the GPU; keys written
         ahead where a sequence has several rows."""
         is_serial = longest <= TREE.chunk_keys or bucket > self.decoder.max_split_rows
-        return ("serial" if is_serial else "split") + (", keys first" if several_rows else "")
+        # Others' prompts make a bucket larger than one's own sequences: it has one form.
+        keys_first = several_rows or bucket > self.largest_decode
+        return ("serial" if is_serial else "split") + (", keys first" if keys_first else "")
 
     def _prepare_graph(self, bucket: int, variant: str) -> None:
         """Capture a graph that is not there yet, on inert inputs; the step's own are uploaded afterwards."""
@@ -384,18 +392,19 @@ class CudaRunner(Runner):
             logits: ``[R, vocab]`` float32.
             token_ids: ``[T]`` int32, the step's tokens.
             places: ``[R]``, the tokens of the rows among them; by default the first R.
-            greedy_done: ``chosen`` holds greedy tokens already and they are recorded.
+            greedy_done: ``chosen`` holds greedy tokens of all of the step's tokens already and they are recorded.
         """
         num_rows = len(rows)
         given = [given_token(row) for row in rows]
         free = [i for i, token in enumerate(given) if token is None]
         rules = batch_rules({i: rows[i].rules for i in free})
         is_greedy = all(rows[i].sequence.params.temperature == 0 for i in free if i not in rules)
-        chosen = self.chosen[:num_rows]
         if rules:
             last_ids = token_ids[:num_rows] if places is None else token_ids[places]
             chosen = self._choose(rows, logits, given, is_greedy, self._ruled(rows, logits, rules, last_ids))
-        elif not (greedy_done and is_greedy and len(free) == num_rows):
+        elif greedy_done and is_greedy and len(free) == num_rows:
+            chosen = self.chosen[:num_rows] if places is None else self.chosen[places]
+        else:
             chosen = self._choose(rows, logits, given, is_greedy)
         num_top = [num_logprobs(row) for row in rows]
         host_chosen = to_host(chosen)
@@ -454,12 +463,16 @@ class CudaRunner(Runner):
         if any(token is not None for token in given):
             fixed = self._upload([-1 if t is None else t for t in given])
             chosen = torch.where(fixed >= 0, fixed, chosen)
-        slots = [
+        record_tokens(chosen, self._upload(self._row_slots(rows)), self.last_token)
+        return chosen
+
+    def _row_slots(self, rows: list[LogitsRow]) -> list[int]:
+        """Where the tokens that rows choose are kept, or -1: what becomes of drafts is known to the host before the
+        next step is planned, and a prompt's own tokens are."""
+        return [
             -1 if row.prompt_position is not None or row.is_verify else self._slots.slot(row.sequence)
             for row in rows
         ]
-        record_tokens(chosen, self._upload(slots), self.last_token)
-        return chosen
 
     def _ruled(
         self,

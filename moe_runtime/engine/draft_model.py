@@ -20,6 +20,7 @@ from moe_runtime.engine.runner import Runner
 from moe_runtime.engine.scheduler import ScheduledChunk
 from moe_runtime.engine.sequence import Sequence
 from moe_runtime.engine.speculative import Proposer
+from moe_runtime.engine.step_form import num_mixed_tokens
 from moe_runtime.layers.decoder import Decoder
 
 __all__ = ["DraftModelProposer", "load_draft", "plan_draft"]
@@ -134,7 +135,8 @@ class DraftModelProposer(Proposer):
                 chunks.append(ScheduledChunk(mirror, num_tokens))
                 room -= num_tokens
         num_tokens = sum(chunk.num_tokens for chunk in chunks)
-        step = self.runner.launch(chunks, [num_tokens], is_decode=all(chunk.is_decode for chunk in chunks))
+        is_decode = not num_mixed_tokens(chunks, self.runner.most_prompt_rows)
+        step = self.runner.launch(chunks, [num_tokens], is_decode=is_decode)
         results = step.collect()
         for chunk in chunks:
             chunk.sequence.num_computed_tokens += chunk.num_tokens

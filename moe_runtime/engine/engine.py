@@ -34,6 +34,7 @@ from moe_runtime.engine.scheduler import ScheduledChunk, Scheduler, SchedulerCon
 from moe_runtime.engine.sequence import UNKNOWN_TOKEN, Sequence
 from moe_runtime.engine.speculative import Speculation, counting_rows
 from moe_runtime.engine.step import StepVector, StepView, exchange_step
+from moe_runtime.engine.step_form import num_mixed_tokens
 
 __all__ = ["Engine"]
 
@@ -151,7 +152,7 @@ class Engine:
         plan = self._plan_for_followers(chunks)
         vector = StepVector(
             num_tokens=sum(chunk.num_tokens for chunk in chunks),
-            num_mixed_tokens=sum(chunk.num_tokens for chunk in chunks if not chunk.is_decode),
+            num_mixed_tokens=num_mixed_tokens(chunks, self.runner.most_prompt_rows),
             num_plan_items=0 if plan is None else plan.shape[0],
             num_unfinished=self.scheduler.num_unfinished + num_pending,
             epoch=epoch,

@@ -24,7 +24,7 @@ class StepVector:
 
     Attributes:
         num_tokens: Tokens it will run, with the other ranks of its group.
-        num_mixed_tokens: Those of them that a decode step cannot run (``ScheduledChunk.is_decode``).
+        num_mixed_tokens: Those of them for which it takes the mixed form (engine/step_form.py).
         num_plan_items: Length of the plan that it will send to the other ranks of its tensor-parallel group.
         num_unfinished: Sequences waiting or running, before the step.
         epoch: Latest message epoch it has seen.
@@ -65,7 +65,7 @@ class StepView:
 
     @property
     def is_decode(self) -> bool:
-        """Every token of every rank is the newest of a sequence that goes on: all ranks run the decode form."""
+        """No rank has tokens for the mixed form: all run the decode form."""
         return not any(v.num_mixed_tokens for v in self.vectors)
 
     @property
