@@ -8,8 +8,9 @@ outputs minus time for 1) / 127, through the whole engine: scheduling, sampling 
 ``--repeats`` after a warm-up. Numbers of sequences and tokens are those of all ranks together. The digest of the
 reference batch's ids and logprobs is one for every number of ranks and every dispatcher.
 
-``steady`` (not by default) keeps ``--seqs-per-rank`` sequences on every rank for ``--steady-tokens`` outputs: a decode
-outputs - 1). ``halves`` (not by default) runs prefill in whole, half and quarter steps.
+Not by default: ``steady`` keeps ``--seqs-per-rank`` sequences on every rank for ``--steady-tokens`` outputs, a decode
+step as above; ``halves`` runs prefill in whole, half and quarter steps; ``first`` times the first token of one prompt
+on an idle engine, in the decode form where that is taken, and in the mixed form.
 ``--device cpu --model builtin`` is a small form.
 """
 
@@ -40,6 +41,7 @@ BYTE_FLOOR_MS = {
 }
 """By ranks and sequences: bytes of weights and keys that the busier rank must read a step, at 4.5 TB/s."""
 STEADY_PROMPT_TOKENS = 128
+FIRST_LENGTHS = (8, 16, 40, 80, 120, 192, 256, 257, 512)
 
 
 def parse_options(args: Sequence[str] | None = None) -> argparse.Namespace:
@@ -184,6 +186,21 @@ class _Bench:
         rates = [num * length / self.run_s(num, length, 1) for _ in range(self.repeats)]
         print(f"prefill: {statistics.median(rates):,.0f} tokens/s", flush=True)
         return {"tokens_per_s": statistics.median(rates), "num_prompts": num, "prompt_tokens": length}
+
+    def first(self) -> list[dict[str, float]]:
+        """Milliseconds to the first token of one prompt, nothing else running, by its length."""
+        runner, rows = self.llm.engine.runner, []
+        usual = runner.most_prompt_rows
+        for length in FIRST_LENGTHS:
+            row: dict[str, float] = {"prompt_tokens": length}
+            for form, most in (("ms", usual), ("mixed_ms", 0)):
+                runner.most_prompt_rows = most
+                self.run_s(1, length, 1)
+                row[form] = statistics.median(self.run_s(1, length, 1) for _ in range(self.repeats)) * 1e3
+            rows.append(row)
+            print(f"first token, {length} tokens: {row['ms']:.2f} ms, mixed {row['mixed_ms']:.2f}", flush=True)
+        runner.most_prompt_rows = usual
+        return rows
 
     def halves(self) -> dict[str, float]:
         """Prefill with steps of half as many tokens: what two micro-batches cost before anything of theirs overlaps."""
