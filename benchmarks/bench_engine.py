@@ -198,7 +198,9 @@ class _Bench:
                 self.run_s(1, length, 1)
                 row[form] = statistics.median(self.run_s(1, length, 1) for _ in range(self.repeats)) * 1e3
             rows.append(row)
-            print(f"first token, {length} tokens: {row['ms']:.2f} ms, mixed {row['mixed_ms']:.2f}", flush=True)
+            print(
+                f"first token, {length} tokens: {row['ms']:.2f} ms, mixed {row['mixed_ms']:.2f}", flush=True
+            )
         runner.most_prompt_rows = usual
         return rows
 
