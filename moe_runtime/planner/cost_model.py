@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_runtime.comm.sum_transport import has_parts_to_add
+from moe_runtime.planner.attention_windows import causal_pairs, kinds_of_windows
 from moe_runtime.planner.exchange_cost import ExchangeCost, Transport, transport_of
 from moe_runtime.planner.hardware import Hardware
 from moe_runtime.planner.roofline import FloatArray, kernel_curves
@@ -23,7 +24,7 @@ from moe_runtime.planner.routing_load import peak_experts, peak_pairs
 from moe_runtime.planner.shapes import ModelShape
 from moe_runtime.planner.tp_cost import TensorParallelCost
 
-__all__ = ["BoolArray", "CostModel", "ScheduledTokens", "StepCost", "StepLoad", "Topology", "causal_pairs"]
+__all__ = ["BoolArray", "CostModel", "ScheduledTokens", "StepCost", "StepLoad", "Topology"]
 
 ROW_PARTS = 2
 """Fixed parts of a row-parallel layer; kernels/gemm.py, which needs torch, defines them."""
@@ -87,6 +88,7 @@ class StepLoad:
         prefill_pairs: By kind of window: (token, key) pairs of their attention.
         total_rows: Tokens of all groups.
         wanted_rows: Rows of the busiest group whose logits are wanted.
+        longest_keys: Keys of the longest sequence that decodes; None where all are equally long.
     """
 
     decode_rows: FloatArray
@@ -95,6 +97,7 @@ class StepLoad:
     prefill_pairs: Sequence[FloatArray]
     total_rows: FloatArray
     wanted_rows: FloatArray
+    longest_keys: FloatArray | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +130,7 @@ class CostModel:
     ) -> None:
         self.shape, self.hardware, self.topology, self.greedy = shape, hardware, topology, greedy
         self.curves = kernel_curves(hardware, unpinned=topology.level == "none")
-        self.windows = _kinds_of_windows(shape)
+        self.windows = kinds_of_windows(shape)
         self.num_physical = shape.num_experts + topology.num_redundant_experts
         self.num_slots = -(-self.num_physical // topology.ep_size)
         self.small_kernel_us = self.curves["merge_residual_norm"].latency_us
@@ -186,19 +189,20 @@ class CostModel:
             balancedness: As ``step_us`` takes it.
         """
         num_groups, num_kinds = len(step), len(self.windows)
-        decodes, new, sequences = (np.zeros(num_groups) for _ in range(3))
+        decodes, new, sequences, longest = (np.zeros(num_groups) for _ in range(4))
         keys, pairs = np.zeros((2, num_kinds, num_groups))
         for i, group in enumerate(step):
             sequences[i] = len(group)
             for num_tokens, num_keys, is_decode in group:
                 new[i] += num_tokens
                 decodes[i] += is_decode
+                longest[i] = max(longest[i], num_keys * is_decode)
                 for kind, (window, _) in enumerate(self.windows):
                     if is_decode:
                         keys[kind, i] += num_keys if window is None else min(num_keys, window)
                     else:
                         pairs[kind, i] += causal_pairs(num_tokens, num_keys, window)
-        return self.groups_seconds(decodes, keys, new - decodes, pairs, sequences, balancedness)
+        return self.groups_seconds(decodes, keys, new - decodes, pairs, sequences, balancedness, longest)
 
     def groups_seconds(
         self,
@@ -208,19 +212,18 @@ class CostModel:
         prefill_pairs: FloatArray,
         wanted_rows: FloatArray,
         balancedness: float = 1.0,
+        longest_keys: FloatArray | None = None,
     ) -> float:
         """``step_seconds`` from sums: for callers that keep them from step to step. What recurs is kept.
 
         Args:
-            decode_rows, prefill_rows, wanted_rows: ``[groups]``, as ``StepLoad`` has them for the busiest one.
+            decode_rows, prefill_rows, wanted_rows, longest_keys: ``[groups]``, as ``StepLoad`` has them.
             decode_keys, prefill_pairs: ``[kinds of window, groups]``.
             balancedness: As ``step_us`` takes it.
         """
-        return float(
-            self.steps_seconds(
-                decode_rows, decode_keys[:, None], prefill_rows, prefill_pairs, wanted_rows, balancedness
-            )[0]
-        )
+        longest = None if longest_keys is None else longest_keys[None]
+        sums = decode_rows, decode_keys[:, None], prefill_rows, prefill_pairs, wanted_rows
+        return float(self.steps_seconds(*sums, balancedness, longest)[0])
 
     def steps_seconds(
         self,
@@ -230,11 +233,13 @@ class CostModel:
         prefill_pairs: FloatArray,
         wanted_rows: FloatArray,
         balancedness: float = 1.0,
+        longest_keys: FloatArray | None = None,
     ) -> FloatArray:
         """``[steps]`` seconds of steps that differ in the keys of their decodes alone.
 
         Args:
-            decode_keys: ``[kinds of window, steps, groups]``; the others as ``groups_seconds`` takes them.
+            decode_keys, longest_keys: ``[kinds of window, steps, groups]`` and ``[steps, groups]``; the others as
+                ``groups_seconds`` takes them.
         """
         new = decode_rows + prefill_rows
         rows, total = int(new.max(initial=0)), int(new.sum())
@@ -247,6 +252,7 @@ class CostModel:
             prefill_pairs=list(prefill_pairs),
             total_rows=new,
             wanted_rows=wanted_rows,
+            longest_keys=longest_keys,
         )
         rows_us = self._rows_us(rows, bool(prefill_rows.any()), int(wanted_rows.max()))
         device_us = np.zeros(decode_keys.shape[1]) + self._attention(load).max(axis=-1)
@@ -475,20 +481,3 @@ class CostModel:
 
 def _number(value: float) -> FloatArray:
     return np.asarray(value, dtype=np.float64)
-
-
-def _kinds_of_windows(shape: ModelShape) -> list[tuple[int | None, int]]:
-    """(window, layers that have it), full attention first."""
-    counts: dict[int | None, int] = {}
-    for window in shape.attention.windows or (None,) * shape.num_layers:
-        counts[window] = counts.get(window, 0) + 1
-    return sorted(counts.items(), key=lambda item: (item[0] is not None, item[0] or 0))
-
-
-def causal_pairs(num_tokens: int, num_keys: int, window: int | None) -> float:
-    """(token, key) pairs of ``num_tokens`` consecutive tokens, the last of which sees ``num_keys`` keys."""
-    first = num_keys - num_tokens + 1
-    if window is None or num_keys <= window:
-        return num_tokens * (first + num_keys) / 2
-    growing = max(0, window - first)  # tokens that see fewer keys than the window has
-    return growing * (first + window - 1) / 2 + (num_tokens - growing) * window

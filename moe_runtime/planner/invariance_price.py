@@ -201,4 +201,5 @@ def _decode_load(model: CostModel, search: FleetSearch, batch: FloatArray) -> St
         prefill_pairs=[zero] * len(model.windows),
         total_rows=batch * model.topology.num_groups,
         wanted_rows=batch,
+        longest_keys=np.full_like(batch, search.workload.input_tokens + search.workload.output_tokens),
     )

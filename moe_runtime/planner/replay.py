@@ -242,6 +242,7 @@ class ReplicaReplay:
         if num_other_rows:
             self.metrics.itl.add(np.array([seconds]), num_other_rows)
         self._keys += self._growth
+        self._longest += self._growth.any(axis=0)
         self._settle_groups(awake)
 
     def _settle_groups(self, awake: Sequence[int]) -> None:
@@ -283,6 +284,7 @@ class ReplicaReplay:
         self.metrics.num_steps += num_steps
         self.metrics.itl.add(seconds[:num_steps], int(self._decodes.sum()))
         self._keys += self._growth * num_steps
+        self._longest += self._growth.any(axis=0) * num_steps
         self._wake_due()
 
     def _wake_due(self) -> None:
@@ -306,6 +308,7 @@ class ReplicaReplay:
             self._pairs[:, busy],
             self._wanted[busy],
             self._layout.balancedness,
+            self._longest[busy] + growth.any(axis=0) * steps[0],
         )
 
     @property
@@ -319,6 +322,7 @@ class ReplicaReplay:
         self._keys[:, idx] = load.decode_keys if load else 0
         self._pairs[:, idx] = load.prefill_pairs if load else 0
         self._growth[:, idx] = load.key_growth if load else 0
+        self._longest[idx] = load.longest_keys if load else 0
 
     def _observe(self, idx: int) -> None:
         group = self._groups[idx]
@@ -346,7 +350,7 @@ class ReplicaReplay:
         ]
         num_groups, kinds = layout.num_groups, len(windows)
         self._load_of = dict.fromkeys(range(num_groups), (0, 0))
-        self._decodes, self._prefills, self._wanted = np.zeros((3, num_groups))
+        self._decodes, self._prefills, self._wanted, self._longest = np.zeros((4, num_groups))
         self._keys, self._pairs, self._growth = np.zeros((3, kinds, num_groups))
         self._seen = np.zeros((len(TIMELINE), num_groups))
         self._awake: set[int] = set()

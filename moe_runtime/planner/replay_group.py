@@ -19,7 +19,7 @@ from moe_runtime.engine.request import Request
 from moe_runtime.engine.scheduler import ScheduledChunk, Scheduler, SchedulerConfig
 from moe_runtime.engine.sequence import Sequence
 from moe_runtime.kernels.attention import BLOCK_SIZE
-from moe_runtime.planner.cost_model import causal_pairs
+from moe_runtime.planner.attention_windows import causal_pairs
 from moe_runtime.planner.trace import FILLER
 
 __all__ = ["GroupLoad", "OpenRequest", "ReplayGroup"]
@@ -53,6 +53,7 @@ class GroupLoad:
         decode_rows, prefill_rows, wanted_rows: Tokens of decodes and of prompts, and rows whose logits are wanted.
         decode_keys, prefill_pairs: By kind of window.
         key_growth: Keys by which ``decode_keys`` grow from a step to the next while a stretch lasts.
+        longest_keys: Of the longest sequence that decodes; grows by one a step while a stretch lasts.
     """
 
     decode_rows: int
@@ -61,6 +62,7 @@ class GroupLoad:
     decode_keys: list[int]
     prefill_pairs: list[float]
     key_growth: list[int]
+    longest_keys: int
 
 
 class ReplayGroup:
@@ -208,7 +210,8 @@ class ReplayGroup:
             else:
                 keys.append(sum(min(s.num_tokens, window) for s in running))
                 growth.append(sum(s.num_tokens < window for s in running))
-        return GroupLoad(len(running), 0, len(running), keys, [0.0] * len(keys), growth)
+        longest = max(s.num_tokens for s in running)
+        return GroupLoad(len(running), 0, len(running), keys, [0.0] * len(keys), growth, longest)
 
     def catch_up(self, step: int, end_s: float) -> None:
         """Run the stretch that has begun up to, and without, step ``step``; the one before ended at ``end_s``."""
@@ -250,13 +253,14 @@ class ReplayGroup:
 
     def _load(self, chunks: SequenceOf[ScheduledChunk]) -> GroupLoad:
         kinds = len(self._windows)
-        load = GroupLoad(0, 0, 0, [0] * kinds, [0.0] * kinds, [0] * kinds)
+        load = GroupLoad(0, 0, 0, [0] * kinds, [0.0] * kinds, [0] * kinds, 0)
         for chunk in chunks:
             num_keys = chunk.sequence.num_computed_tokens + chunk.num_tokens
             load.wanted_rows += chunk.reaches_end
             is_decode = chunk.is_decode
             if is_decode:
                 load.decode_rows += 1
+                load.longest_keys = max(load.longest_keys, num_keys)
             else:
                 load.prefill_rows += chunk.num_tokens
             for kind, window in enumerate(self._windows):

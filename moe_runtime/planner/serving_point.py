@@ -56,10 +56,10 @@ def serving_points(
     inputs, outputs = workload.input_tokens, workload.output_tokens
     context = inputs + outputs / 2
     keys = [batch * (context if window is None else min(context, window)) for window, _ in model.windows]
-    zero = np.zeros_like(batch)
+    zero, longest = np.zeros_like(batch), np.full_like(batch, inputs + outputs)
     decode = StepLoad(
         decode_rows=batch, decode_keys=keys, prefill_rows=zero, prefill_pairs=[zero] * len(keys),
-        total_rows=batch * groups, wanted_rows=batch,
+        total_rows=batch * groups, wanted_rows=batch, longest_keys=longest,
     )  # fmt: skip
     decode_s = 1e-6 * model.step_us(decode, balancedness).us
 
@@ -73,6 +73,7 @@ def serving_points(
     mixed = StepLoad(
         decode_rows=batch, decode_keys=keys, prefill_rows=busiest, prefill_pairs=pairs,
         total_rows=batch * groups + np.minimum(all_prompts, groups * busiest), wanted_rows=batch + prompts,
+        longest_keys=longest,
     )  # fmt: skip
     mixed_s = 1e-6 * model.step_us(mixed, balancedness).us
     # Prompts that the budget does not hold at once take further steps.

@@ -20,8 +20,8 @@ from tests.model_shapes import QWEN3_30B_A3B
 
 def test_a_cpu_is_calibrated_and_planned_with(tmp_path, monkeypatch, capsys):
     for name, value in (
-        ("ROWS", (1, 2, 4, 8, 16, 32)),
-        ("AROUND_ROWS", (1, 2)),
+        ("ROWS", (1, 2, 4, 8)),
+        ("PROMPTS", (16, 64)),
         ("LAUNCHES", 3),
         ("CONTEXTS", (64, 128)),
     ):

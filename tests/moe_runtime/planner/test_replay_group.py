@@ -28,11 +28,13 @@ def test_loads_are_rows_keys_and_pairs():
     group = group_of([(10, 5), (20, 5)], windows=(None, 8))
     load = group.run()
     assert (load.decode_rows, load.prefill_rows, load.wanted_rows) == (0, 30, 2)
+    assert load.longest_keys == 0, "prompts are not counted"
     assert load.prefill_pairs == [55 + 210, (36 + 2 * 8) + (36 + 12 * 8)]
     assert group.settle(1.0) == ([], [])
     load = group.run()
     assert (load.decode_rows, load.prefill_rows, load.wanted_rows) == (2, 0, 2)
     assert load.decode_keys == [11 + 21, 8 + 8]
+    assert load.longest_keys == 21
     assert group.settle(1.5) == ([0.5, 0.5], [])
 
 
@@ -43,6 +45,7 @@ def test_a_stretch_lasts_until_the_step_that_ends_a_sequence():
     group.settle(1.0)
     assert group.stretch() == 198
     assert group.stretch_load().decode_keys == [32]
+    assert group.stretch_load().longest_keys == 21
     assert group.stretch_load().key_growth == [2]
     group.catch_up(199, 9.0)
     assert [s.num_output_tokens for s in group.scheduler.running] == [199, 199]
