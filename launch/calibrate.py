@@ -112,6 +112,7 @@ def _gpu(config: CalibrateConfig, base: dict[str, Any], software: str, group: Ra
         exchange=exchange,
         all_reduce=sums,
         attained=rates,
+        exchange_from=f"benchmarks/bench_dispatch.py ({config.dispatch_results})",
     )
 
 

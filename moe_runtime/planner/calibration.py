@@ -41,6 +41,7 @@ def device_file(
     exchange: Sequence[_Row] = (),
     all_reduce: Sequence[_Row] = (),
     attained: Mapping[str, float] | None = None,
+    exchange_from: str = "moe-runtime calibrate",
 ) -> dict[str, Any]:
     """What to write.
 
@@ -53,6 +54,7 @@ def device_file(
         exchange: Times of exchanges; those of the base with another transport or number of ranks stay.
         all_reduce: Times of a group's sums; those of the base with other numbers of ranks stay.
         attained: Measured rates by figure, such as ``attained_memory_gbps``.
+        exchange_from: What timed the exchanges.
     """
     figures = {key: dict(value) for key, value in base["figures"].items()}
     figures["memory_bytes"] = _measured(memory_bytes, "bytes", f"what the system reports; {software}")
@@ -70,13 +72,14 @@ def device_file(
         "figures": figures,
     }
     made.pop("not_run_reason", None)
-    source = f"measured: moe-runtime calibrate; {title}, {software}"
+    where = f"{title}, {software}"
+    source = f"measured: moe-runtime calibrate; {where}"
     if kernels:
         made |= {"kernels": list(kernels), "kernels_source": source}
     if exchange:
         timed = {(row["transport"], row["ep_size"]) for row in exchange}
         kept = [row for row in base.get("exchange", ()) if (row["transport"], row["ep_size"]) not in timed]
-        made |= {"exchange": [*kept, *exchange], "exchange_source": source}
+        made |= {"exchange": [*kept, *exchange], "exchange_source": f"measured: {exchange_from}; {where}"}
     if all_reduce:
         sizes = {row["ranks"] for row in all_reduce}
         kept = [row for row in base.get("all_reduce", ()) if row["ranks"] not in sizes]

@@ -153,7 +153,7 @@ class CostModel:
             transport=topology.transport,
             small_kernel_us=self.small_kernel_us,
         )
-        self._host = np.array([(row["rows"], row["us"]) for row in hardware.host], dtype=np.float64)
+        self._host = _host_points(hardware, topology.tp)
         self._row_us: dict[tuple[int, bool], float] = {}
         self._expert_us: dict[tuple[int, int, float], float] = {}
 
@@ -481,3 +481,11 @@ class CostModel:
 
 def _number(value: float) -> FloatArray:
     return np.asarray(value, dtype=np.float64)
+
+
+def _host_points(hardware: Hardware, tp: int) -> FloatArray:
+    """``[points, 2]``: rows and microseconds, of the group's size or of the next smaller one that was timed."""
+    sizes = [int(row.get("tp", 1)) for row in hardware.host]
+    nearest = max((size for size in sizes if size <= tp), default=1)
+    rows = [row for row, size in zip(hardware.host, sizes, strict=True) if size == nearest]
+    return np.array([(row["rows"], row["us"]) for row in rows], dtype=np.float64)

@@ -63,7 +63,8 @@ class Hardware:
             with ``rows_per_expert``.
         exchange: Times of an exchange of rows alone, by transport, EP size and tokens of a rank.
         all_reduce: Times of a tensor-parallel group's sum alone, by form (tp_cost.py), ranks and bytes of a part.
-        host: Host time of a step by rows; empty where it is not known.
+        host: Host time of a step by rows, and by ``tp`` where a group's first rank plans for others; empty where it is
+            not known.
         link_peers: Peers over whose direct links ``node_link_gbps`` is spread, where no switch lets one have it all.
         sources: Of ``num_multiprocessors``, ``kernels``, ``exchange``, ``all_reduce`` and ``host``.
         not_run_reason: Why this version of the runtime does not run there; empty where it does.

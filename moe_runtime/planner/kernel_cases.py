@@ -337,11 +337,11 @@ def setting_of(shape: ModelShape) -> Setting:
         num_kv_heads=attention.num_kv_heads,
         head_dim=attention.head_dim,
         vocab=shape.vocab,
-        rows=(1, 8, 32, 128, 512, 4096),
-        expert_rows=(1, 8, 32, 128, 512, 4096, 8192),
+        rows=(1, 8, 32, 128, 512, 4096, 16384),
+        expert_rows=(1, 8, 32, 128, 512, 4096, 8192, 16384),
         max_head_rows=128,
         contexts=(200, 2500),
-        prefills=((1, 512), (2, 2048)),
+        prefills=((1, 512), (2, 2048), (8, 2048)),
     )
 
 

@@ -41,6 +41,14 @@ def test_exchanges_of_other_rank_counts_stay(tmp_path):
     assert len(again["exchange"]) == len(made["exchange"])
 
 
+def test_exchanges_name_what_timed_them():
+    new = [{"transport": "symmetric", "ep_size": 2, "tokens": 1, "us": 100.0}]
+    for words, source in (({}, "moe-runtime calibrate"), ({"exchange_from": "a benchmark"}, "a benchmark")):
+        made = device_file(base_of("h200"), **MACHINE, kernels=[KERNEL], exchange=new, **words)
+        assert made["exchange_source"] == f"measured: {source}; Some GPU, torch 2"
+        assert made["kernels_source"] == "measured: moe-runtime calibrate; Some GPU, torch 2"
+
+
 def test_sums_of_other_rank_counts_stay():
     new = [{"form": "one_shot", "ranks": 4, "part_bytes": 8192, "us": 4.0}]
     made = device_file(base_of("h200"), **MACHINE, all_reduce=new)

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from moe_runtime.kernels.gemm import PARTS
+from moe_runtime.planner.calibration import base_of
 from moe_runtime.planner.cost_model import MAX_DECODE_ROWS, ROW_PARTS, CostModel, StepLoad, Topology
-from moe_runtime.planner.hardware import load_hardware
+from moe_runtime.planner.hardware import load_hardware, read_hardware
 from moe_runtime.planner.shape_configs import read_shape
 from tests.benchmark_modules import load_benchmark_module
 from tests.model_shapes import DEEPSEEK_V3, GPT_OSS_120B, QWEN3_30B_A3B
@@ -29,7 +30,7 @@ def decode(num_seqs, keys=200):
 def test_recorded_runs_are_predicted_from_kernels_and_transports_alone():
     """Within 10 % each; the datasheet alone misses most of them."""
     found = list(load_benchmark_module("predict_runs").predictions())
-    assert [p.num_gpus for p in found] == [1] * 6 + [2] * 6
+    assert [(p.num_gpus, p.tp) for p in found] == [(1, 1)] * 6 + [(2, 1)] * 6 + [(2, 1)] * 5 + [(2, 2)] * 4
     for p in found:
         assert abs(p.error) <= 0.10, p
         assert abs(p.error) < abs(p.error_before), p
@@ -167,6 +168,20 @@ def test_tensor_parallel_groups_split_weights_and_pay_for_moves():
         num_sums * model(8, shape, tp=4, level="batch").tensor_parallel.sums_us(16.0)
     )
     assert not four.step_us(load).host_is_hidden
+
+
+def test_the_hosts_part_is_that_of_the_groups_size():
+    raw = base_of("h200")
+    raw["host"] = [
+        {"rows": rows, "us": us} | ({"tp": tp} if tp > 1 else {})
+        for tp, times in ((1, (100, 200)), (2, (700, 900)))
+        for rows, us in zip((1, 11), times, strict=True)
+    ]
+    host = {
+        tp: model(8, hardware=read_hardware(raw), tp=tp).host_us(np.array([1.0, 6.0])).tolist()
+        for tp in (1, 2, 4)
+    }
+    assert host == {1: [100, 150], 2: [700, 800], 4: [700, 800]}, "of four ranks none was timed: as of two"
 
 
 def test_constants_of_modules_that_need_torch_or_triton_are_the_same():

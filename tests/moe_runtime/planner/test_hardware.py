@@ -87,12 +87,37 @@ def test_sums_of_the_h200_are_the_recorded_ones():
 
 
 def test_kernel_times_of_the_h200_are_the_recorded_ones():
-    recorded = json.loads((RESULTS / "kernels_h200.json").read_text())["kernels"]
-    times = {(row["rows"], int(row["bytes"]), int(row["flops"]), round(row["us"], 3)) for row in recorded}
-    kept = [row for row in RAW["kernels"] if row["rows"] != 16384]
-    assert len(kept) > 60
+    recorded = json.loads((RESULTS / "calibrate_h200.json").read_text())
+    without_rules = ("unpinned_us", "unpinned")
+    times = [{k: v for k, v in row.items() if k not in without_rules} for row in recorded["kernels"]]
+    kept = [
+        {k: v for k, v in row.items() if k not in without_rules}
+        for row in RAW["kernels"]
+        if row["rows"] != 16384
+    ]
+    assert len(kept) == len(times) > 60
     for row in kept:
-        assert (row["rows"], row["bytes"], row["flops"], row["us"]) in times, row
+        assert row in times, row
+    assert recorded["commit"] in RAW["kernels_source"]
+
+
+def test_unpinned_times_of_the_h200_are_the_recorded_ones():
+    """Of a rule its share, for the time with it was measured again."""
+    vendors = json.loads((RESULTS / "calibrate_h200.json").read_text())["kernels"]
+    beside = {row["unpinned_us"] for row in vendors if "unpinned_us" in row}
+    rules = json.loads((RESULTS / "kernels_h200.json").read_text())["rules"]
+    shares = {(f"without {rule['rule']}", rule["rows"]): [] for rule in rules}
+    for rule in rules:
+        shares[f"without {rule['rule']}", rule["rows"]].append(rule["without_us"] / rule["with_us"])
+    unpinned = [row for row in RAW["kernels"] if "unpinned" in row]
+    assert len(unpinned) > 10
+    for row in unpinned:
+        assert row["unpinned_us"] < row["us"], row
+        if row["unpinned"] == "cuBLAS":
+            assert row["unpinned_us"] in beside, row
+        else:
+            share = row["unpinned_us"] / row["us"]
+            assert any(abs(share - s) < 1e-3 for s in shares[row["unpinned"], row["rows"]]), row
 
 
 def test_exchange_and_host_times_of_the_h200_are_the_recorded_ones():
@@ -103,7 +128,11 @@ def test_exchange_and_host_times_of_the_h200_are_the_recorded_ones():
         assert row["bytes_out"] == layers[row["tokens"]]["bytes_out"]
     runs = json.loads((RESULTS / "engine_h200.json").read_text())["runs"]
     hosts = [run["host_ms_per_step"] for run in runs if "host_ms_per_step" in run]
-    assert {str(row["rows"]): row["us"] / 1e3 for row in RAW["host"]} in hosts
+    assert {str(row["rows"]): row["us"] / 1e3 for row in RAW["host"] if "tp" not in row} in hosts
+    run = json.loads((RESULTS / "engine_h200_tp2.json").read_text())
+    assert [(row["rows"], row["tp"], row["us"]) for row in RAW["host"] if "tp" in row] == [
+        (row["num_seqs"], run["tp"], round(1e3 * row["host_ms"])) for row in run["decode"]
+    ]
 
 
 def test_no_time_of_a_whole_run_is_in_a_device_file():
