@@ -30,8 +30,9 @@ ROW_PARTS = 2
 """Fixed parts of a row-parallel layer; kernels/gemm.py, which needs torch, defines them."""
 MAX_DECODE_ROWS = 256
 """Rows of the decode form; layers/cuda_buffers.py defines them."""
-EAGER_LAUNCHES, EAGER_LAUNCH_US = 12, 5.0
-"""Modelled: kernels of a layer, and the host's time for each, where a step is no CUDA graph."""
+EAGER_LAUNCHES, EAGER_LAUNCH_US = 10, 50.0
+"""Kernels of a layer, and the host's time for each, where a step is no CUDA graph: 24.5 ms for 487 of them on the host of
+an H200 (docs/benchmarks.md), taken for all hosts."""
 
 BoolArray = npt.NDArray[np.bool_]
 ScheduledTokens = tuple[int, int, bool]
@@ -263,10 +264,18 @@ class CostModel:
         return seconds
 
     def host_us(self, rows: FloatArray) -> FloatArray:
-        """Of planning, launching and taking results; of results alone 0 where it was not measured."""
+        """Of planning, launching and taking results; of results alone 0 where it was not measured. Launches one by one
+        count where the host is ahead of the device; else (``tp``) the device runs while the host launches."""
+        launches_us = self.shape.num_layers * EAGER_LAUNCHES * EAGER_LAUNCH_US
         if self.exchange.transport == "deepep":  # which runs without graphs
-            launches_us = self.shape.num_layers * EAGER_LAUNCHES * EAGER_LAUNCH_US
             return np.full_like(rows, launches_us, dtype=np.float64)
+        is_eager = np.asarray(rows) > MAX_DECODE_ROWS
+        if self.hardware.kind == "gpu" and self.topology.tp == 1:
+            return np.where(is_eager, np.maximum(self._results_us(rows), launches_us), self._results_us(rows))
+        return self._results_us(rows)
+
+    def _results_us(self, rows: FloatArray) -> FloatArray:
+        """Of planning and taking results, as measured on steps that are graphs."""
         if not len(self._host):
             return np.zeros_like(rows, dtype=np.float64)
         known, us = self._host.T
