@@ -31,8 +31,8 @@ ROW_PARTS = 2
 MAX_DECODE_ROWS = 256
 """Rows of the decode form; layers/cuda_buffers.py defines them."""
 EAGER_LAUNCHES, EAGER_LAUNCH_US = 10, 50.0
-"""Kernels of a layer, and the host's time for each, where a step is no CUDA graph: 24.5 ms for 487 of them on the host of
-an H200 (docs/benchmarks.md), taken for all hosts."""
+"""Kernels of a layer, and the host's time for each, where a step is no CUDA graph: 24.5 ms for 487 of them on the host
+of an H200 (docs/benchmarks.md), taken for all hosts."""
 
 BoolArray = npt.NDArray[np.bool_]
 ScheduledTokens = tuple[int, int, bool]
