@@ -128,6 +128,7 @@ def test_chunks_and_both_forms_by_turns_change_nothing(llm, reference, forms):
     assert {0, 8} <= set(forms)
 
 
+@pytest.mark.slow
 def test_rows_across_blocks_and_after_cached_prefixes_have_them_too(llm, forms):
     prompts, params = [[i * 5 % 96 for i in range(length)] for length in (67, 66)], [GREEDY, SEEDED]
     found = []
