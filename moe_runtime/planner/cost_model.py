@@ -31,8 +31,7 @@ ROW_PARTS = 2
 MAX_DECODE_ROWS = 256
 """Rows of the decode form; layers/cuda_buffers.py defines them."""
 EAGER_LAUNCHES, EAGER_LAUNCH_US = 10, 50.0
-"""Kernels of a layer, and the host's time for each, where a step is no CUDA graph: 24.5 ms for 487 of them on the host
-of an H200 (docs/benchmarks.md), taken for all hosts."""
+"""Kernels of a layer, the host's time for each in a step that is no graph: an H200's host, docs/benchmarks.md."""
 
 BoolArray = npt.NDArray[np.bool_]
 ScheduledTokens = tuple[int, int, bool]
@@ -179,7 +178,7 @@ class CostModel:
         return StepCost(
             device_us=device,
             host_us=self.host_us(rows),
-            host_is_hidden=self.hardware.kind == "gpu" and self.topology.tp == 1,
+            host_is_hidden=self.host_is_hidden,
         )
 
     def step_seconds(self, step: Sequence[Sequence[ScheduledTokens]], balancedness: float = 1.0) -> float:
@@ -259,9 +258,13 @@ class CostModel:
         device_us = np.zeros(decode_keys.shape[1]) + self._attention(load).max(axis=-1)
         device_us += self._experts_us(rows, total, balancedness) + rows_us
         host_us = float(self.host_us(_number(rows)))
-        is_hidden = self.hardware.kind == "gpu" and self.topology.tp == 1
-        seconds: FloatArray = 1e-6 * (np.maximum(device_us, host_us) if is_hidden else device_us + host_us)
-        return seconds
+        us: FloatArray = np.maximum(device_us, host_us) if self.host_is_hidden else device_us + host_us
+        return 1e-6 * us
+
+    @property
+    def host_is_hidden(self) -> bool:
+        """The host works beside the device, on the next step."""
+        return self.hardware.kind == "gpu" and self.topology.tp == 1
 
     def host_us(self, rows: FloatArray) -> FloatArray:
         """Of planning, launching and taking results; of results alone 0 where it was not measured. Launches one by one
@@ -269,10 +272,9 @@ class CostModel:
         launches_us = self.shape.num_layers * EAGER_LAUNCHES * EAGER_LAUNCH_US
         if self.exchange.transport == "deepep":  # which runs without graphs
             return np.full_like(rows, launches_us, dtype=np.float64)
-        is_eager = np.asarray(rows) > MAX_DECODE_ROWS
-        if self.hardware.kind == "gpu" and self.topology.tp == 1:
-            return np.where(is_eager, np.maximum(self._results_us(rows), launches_us), self._results_us(rows))
-        return self._results_us(rows)
+        results_us = self._results_us(rows)
+        is_eager = self.host_is_hidden & (np.asarray(rows) > MAX_DECODE_ROWS)
+        return np.where(is_eager, np.maximum(results_us, launches_us), results_us)
 
     def _results_us(self, rows: FloatArray) -> FloatArray:
         """Of planning and taking results, as measured on steps that are graphs."""
@@ -280,10 +282,8 @@ class CostModel:
             return np.zeros_like(rows, dtype=np.float64)
         known, us = self._host.T
         slope = (us[-1] - us[-2]) / (known[-1] - known[-2]) if len(us) > 1 else 0.0
-        beyond = np.clip(np.asarray(rows) - known[-1], 0, None) * max(0.0, slope)
-        found: FloatArray = np.interp(rows, known, us) + np.where(
-            np.asarray(rows) > MAX_DECODE_ROWS, 0.0, beyond
-        )
+        past = np.clip(np.asarray(rows) - known[-1], 0, None) * (np.asarray(rows) <= MAX_DECODE_ROWS)
+        found: FloatArray = np.interp(rows, known, us) + past * max(0.0, slope)
         return found
 
     def sources(self) -> dict[str, str]:
