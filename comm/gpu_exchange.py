@@ -21,10 +21,11 @@ from dataclasses import dataclass, field
 import torch
 
 from moe_runtime.comm.exchange_bytes import MAX_FIXED_ROWS, MAX_SLICE, ExchangeBytes
+from moe_runtime.comm.step_flags import StepFlags
 from moe_runtime.comm.symmetric_memory import SymmetricSpace
 from moe_runtime.kernels.dispatch_triton import RowHomes, TableSlice, TokenTable, dispatch_rows
 from moe_runtime.kernels.norm_triton import RowSources
-from moe_runtime.kernels.peer_flags_triton import PeerFlags, count_step
+from moe_runtime.kernels.peer_flags_triton import PeerFlags
 from moe_runtime.kernels.presum_triton import presum_rows
 
 __all__ = [
@@ -235,13 +236,9 @@ class SymmetricExchange(GpuExchange):
             name: space.carve(name, shape, dtype) for name, (shape, dtype) in sizes.symmetric.items()
         }
         self._buffers["ids"].local.fill_(-1)
-        self._step = torch.zeros(2, dtype=torch.int32, device=device)
-        self._live = torch.full((1,), int(live), dtype=torch.int32, device=device)
-        flags = self._buffers["flags"]
-        if waits:
-            self.flags = PeerFlags(
-                words=flags.local, offsets=flags.offsets, step=self._step[:1], rank=self.rank, size=self.size
-            )
+        self._step_flags = StepFlags(space, self._buffers["flags"], live=live) if waits else None
+        if self._step_flags is not None:
+            self.flags = self._step_flags.peers
 
     def connect(self) -> None:
         """Nobody writes to a table that is still being cleared."""
@@ -249,8 +246,8 @@ class SymmetricExchange(GpuExchange):
 
     def begin_step(self, *, pdl: bool) -> None:
         """Count the step."""
-        if self.flags is not None:
-            count_step(self._step, self._live, pdl=pdl)
+        if self._step_flags is not None:
+            self._step_flags.begin_step(pdl=pdl)
 
     def own_rows(self, shape: StepShape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The own places of the own table."""

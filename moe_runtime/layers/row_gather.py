@@ -36,10 +36,11 @@ from moe_runtime.comm.exchange_bytes import (
     row_gather_rows,
 )
 from moe_runtime.comm.flag_report import FlagReader
+from moe_runtime.comm.step_flags import StepFlags
 from moe_runtime.comm.sum_transport import reads_from_peers
 from moe_runtime.comm.symmetric_memory import SymmetricSpace
 from moe_runtime.comm.tensor_parallel import TensorParallel
-from moe_runtime.kernels.peer_flags_triton import PeerFlags, count_step, peer_barrier
+from moe_runtime.kernels.peer_flags_triton import PeerFlags, peer_barrier
 from moe_runtime.kernels.row_gather_triton import gather_columns, gather_home_rows, gather_owned_rows
 
 __all__ = ["CollectiveRowGather", "RowGather", "SymmetricRowGather", "open_row_gather"]
@@ -211,14 +212,10 @@ class SymmetricRowGather(RowGather):
         alone: RowGather | None = None,
     ) -> None:
         super().__init__(space.size)
-        device = space.region.device
         num_channels = row_gather_channels(num_layers)
         words = space.carve("row_gather_flags", (num_channels, self.size), torch.int32)
-        self._counter = torch.zeros(2, dtype=torch.int32, device=device)
-        self._live = torch.full((1,), int(live), dtype=torch.int32, device=device)
-        self._peers = PeerFlags(
-            words=words.local, offsets=words.offsets, step=self._counter[:1], rank=space.rank, size=self.size
-        )
+        self._steps = StepFlags(space, words, live=live)
+        self._peers = self._steps.peers
         shape = row_gather_rows(self.size, max_rows), hidden
         self._sets = [space.carve(f"row_gather{i}", shape, dtype) for i in range(NUM_SETS)]
         self._share = vocab * (space.rank + 1) // self.size - vocab * space.rank // self.size
@@ -235,7 +232,7 @@ class SymmetricRowGather(RowGather):
 
     def begin_step(self) -> None:
         """See ``RowGather.begin_step``."""
-        count_step(self._counter, self._live)
+        self._steps.begin_step()
 
     def end_step(self, *, pdl: bool = False) -> None:
         """See ``RowGather.end_step``."""

@@ -24,11 +24,11 @@ from moe_runtime.comm.collective_exchange import rehearsal_group
 from moe_runtime.comm.exchange_bytes import shard_sum_bytes
 from moe_runtime.comm.flag_report import FlagReader
 from moe_runtime.comm.groups import RankGroup
+from moe_runtime.comm.step_flags import StepFlags
 from moe_runtime.comm.sum_transport import reads_from_peers
 from moe_runtime.comm.symmetric_all_reduce import SymmetricAllReduce
 from moe_runtime.comm.symmetric_memory import SymmetricSpace
 from moe_runtime.comm.tensor_parallel import TensorParallel
-from moe_runtime.kernels.peer_flags_triton import PeerFlags, count_step
 
 __all__ = ["CollectiveShardSum", "ShardSum", "SymmetricShardSum", "open_shard_sum"]
 
@@ -130,23 +130,18 @@ class SymmetricShardSum(ShardSum):
         live: bool = True,
         alone: ShardSum | None = None,
     ) -> None:
-        device, size = space.region.device, space.size
         num_channels = SymmetricAllReduce.num_channels(num_layers)
-        words = space.carve("shard_sum_flags", (num_channels, size), torch.int32)
-        self._counter = torch.zeros(2, dtype=torch.int32, device=device)
-        self._live = torch.full((1,), int(live), dtype=torch.int32, device=device)
-        flags = PeerFlags(
-            words=words.local, offsets=words.offsets, step=self._counter[:1], rank=space.rank, size=size
-        )
+        words = space.carve("shard_sum_flags", (num_channels, space.size), torch.int32)
+        self._steps = StepFlags(space, words, live=live)
         self._reduce = SymmetricAllReduce(
-            space, flags, 0,
+            space, self._steps.peers, 0,
             max_calls=num_layers, max_elements=max_rows * hidden, part_dtype=torch.float32, out_dtype=dtype,
             name="shard_sum",
         )  # fmt: skip
         self._space = space  # which keeps the peers' memory mapped
         self._hidden, self._max_rows, self._alone = hidden, max_rows, alone
         self.num_bytes = space.num_used_bytes
-        self.flags = FlagReader(flags, _name_of, first_rank) if live else None
+        self.flags = FlagReader(self._steps.peers, _name_of, first_rank) if live else None
 
     def connect(self) -> None:
         """Meet the peers, once all have their buffers; a collective."""
@@ -154,7 +149,7 @@ class SymmetricShardSum(ShardSum):
 
     def begin_step(self) -> None:
         """See ``ShardSum.begin_step``."""
-        count_step(self._counter, self._live)
+        self._steps.begin_step()
 
     def end_step(self, *, pdl: bool = False) -> None:
         """See ``ShardSum.end_step``."""

@@ -204,7 +204,7 @@ def replay_rows(
         graph = captured(context.group, lambda: step.launch(pdl=pdl))
     finally:
         row_gather.NUM_SETS, row_gather.peer_barrier = usual_sets, usual_barrier
-    rows._live.fill_(int(live))
+    rows._steps.live.fill_(int(live))
     num_wrong = 0
     for replay in range(num_replays):
         generator = torch.Generator(device).manual_seed(replay)

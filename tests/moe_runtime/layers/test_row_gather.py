@@ -301,13 +301,13 @@ def run_engine(context: RankContext, model: str, folder: Path, turned: bool):
 def rehearse(llm: Any, rows: SymmetricRowGather) -> None:
     """A step of nobody leaves the step's number and all that peers read and write as it was."""
     runner = llm.engine.runner
-    before = rows._space.region.clone(), rows._counter.clone()
+    before = rows._space.region.clone(), rows._steps.count.clone()
     runner._decode_inputs.fill_(-1)  # inert rows, as for a capture
     runner._decode_inputs[0] = 0
     with torch.inference_mode():
         runner._launch_decode(2, "serial", rehearse=True)
     assert torch.equal(rows._space.region, before[0])
-    assert torch.equal(rows._counter, before[1])
+    assert torch.equal(rows._steps.count, before[1])
 
 
 def test_an_engine_that_reads_its_peers_rows_has_the_bits_of_one_rank(ranks, folder, expected, tmp_path):
