@@ -29,10 +29,11 @@ from moe_runtime.launch.distributed import close_ranks, init_ranks
 
 device, eager = sys.argv[1], sys.argv[2] == "eager"
 group = init_ranks(device)
-llm = LLM("builtin", device=device, group=group, num_redundant_experts=3, rearrange_interval=1 << 40,
-          enforce_eager=eager, max_num_seqs=8, kv_cache_blocks=32)
-params = SamplingParams(temperature=0.8, seed=5, max_tokens=40, logprobs=3, ignore_eos=True)
-prompts = [[5 + i, 6, 7 * i + 1] for i in range(6)]
+llm = LLM("builtin", device=device, group=group, num_redundant_experts=int(sys.argv[3]), speculative="ngram",
+          rearrange_interval=1 << 40, enforce_eager=eager, max_num_seqs=8, kv_cache_blocks=32)
+seeded = SamplingParams(temperature=0.8, seed=5, max_tokens=40, logprobs=3, ignore_eos=True)
+params = [seeded, replace(seeded, temperature=0)] * 3
+prompts = [[5 + i, 6, 7 * i + 1] * (1 + i % 2 * 3) for i in range(6)]  # half of them for n-grams
 
 def outputs(**options):
     return [(o.token_ids, o.logprobs) for r in llm.generate(prompts, params, **options) for o in r.outputs]
@@ -69,10 +70,11 @@ close_ranks(replace(llm.group, links=None))
 """
 
 
+@pytest.mark.parametrize("num_redundant", [0, 1, 3])
 @pytest.mark.parametrize("form", ["graphs", "eager"])
-def test_pushed_experts_change_no_bit_and_wrong_ones_are_found(form, tmp_path):
+def test_pushed_experts_change_no_bit_and_wrong_ones_are_found(form, num_redundant, tmp_path):
     script = tmp_path / "moves.py"
     script.write_text(SCRIPT)
-    done = run_to_end(2, str(script), DEVICE, form, timeout_s=250)
+    done = run_to_end(2, str(script), DEVICE, form, str(num_redundant), timeout_s=250)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert done.stdout.count("has passed") == 2
