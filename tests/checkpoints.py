@@ -17,9 +17,10 @@ from safetensors.torch import save_file
 from moe_runtime.models.model_config import TensorSpec
 from moe_runtime.models.registry import load_model_config, tensor_specs
 
-__all__ = ["WEIGHT_KINDS", "tiny_config", "write_checkpoint", "write_with_transformers"]
+__all__ = ["WEIGHT_KINDS", "tie", "tiny_config", "write_checkpoint", "write_with_transformers"]
 
 WEIGHT_KINDS = ("normal", "heavy_tailed", "cancelling")
+"""Whose sums show their order; ``tied`` is one more kind, of ``normal`` weights."""
 
 _SHARED: dict[str, Any] = {
     "bos_token_id": None,
@@ -80,7 +81,8 @@ def write_checkpoint(
         folder: Made if it is not there.
         config: From ``tiny_config``.
         kind: ``normal``; ``heavy_tailed``: each weight times a power of two over 12 binades; ``cancelling``: neighbours
-            along the summed dimension carry large opposite values, and experts come in pairs that nearly cancel.
+            along the summed dimension carry large opposite values, and experts come in pairs that nearly cancel;
+            ``tied``: ``normal`` with experts and tokens that tie exactly, as ``tie`` makes them.
         seed: Of the weights.
         edit: Changes the tensors before they are written.
 
@@ -94,10 +96,25 @@ def write_checkpoint(
         spec.name: _draw(spec, kind, seed, i, model.tie_word_embeddings)
         for i, spec in enumerate(tensor_specs(model))
     }
+    if kind == "tied":
+        tie(tensors)
     if edit is not None:
         edit(tensors)
     save_file(tensors, folder / "model.safetensors")
     return folder
+
+
+def tie(tensors: dict[str, torch.Tensor]) -> None:
+    """Give experts equal routers, the upper half those of the lower one and 3 that of 2, and tokens equal rows of the
+    head, the upper half those of the lower one. Weights of experts and embeddings of tokens stay different.
+    """
+    for name, tensor in tensors.items():
+        half = len(tensor) // 2
+        if name.endswith("gate.weight"):
+            tensor[3] = tensor[2]
+            tensor[half : 2 * half] = tensor[:half].clone()
+        elif name == "lm_head.weight":
+            tensor[half : 2 * half] = tensor[:half].clone()
 
 
 def write_with_transformers(folder: Path, config: dict[str, Any], *, seed: int = 0) -> Any:

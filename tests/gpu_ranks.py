@@ -1,4 +1,4 @@
-"""Rank processes on GPUs of their own, for tests marked ``multigpu``."""
+"""Rank processes on GPUs, for tests marked ``multigpu``: one each, or all on one where there are fewer."""
 
 from __future__ import annotations
 
@@ -7,16 +7,36 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from moe_runtime.comm.groups import RankGroup
-from tests.ranks import RankPool
+from moe_runtime.comm.symmetric_memory import keep_multicast_off
+from tests.ranks import RankContext, RankPool
+from tests.shared_gpu import share_gpu
 
-__all__ = ["NUM_GPUS", "captured", "close_nccl", "gpu_ranks"]
+__all__ = ["NUM_GPUS", "captured", "close_nccl", "gpu_ranks", "needs_gpus", "own_device"]
 
 NUM_GPUS = torch.cuda.device_count()
 TIMEOUT_S = 60.0
+
+
+def needs_gpus(num: int) -> pytest.MarkDecorator:
+    """Mark of what ranks cannot do that share a GPU, NCCL's calls above all; one GPU is any other test's need."""
+    return pytest.mark.skipif(num > NUM_GPUS, reason=f"needs {num} GPUs, finds {NUM_GPUS}")
+
+
+def own_device(context: RankContext) -> torch.device:
+    """A rank's GPU, made the current one; the first one for all of them where there are fewer GPUs than ranks."""
+    keep_multicast_off()
+    if context.world_size > NUM_GPUS:
+        share_gpu(context.world_size)
+        device = torch.device("cuda", 0)
+    else:
+        device = torch.device("cuda", context.rank)
+    torch.cuda.set_device(device)
+    return device
 
 
 @contextmanager

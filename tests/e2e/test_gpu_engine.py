@@ -290,6 +290,46 @@ def test_hostile_weights_keep_their_bits(kind: str, dtype: str, tmp_path: Any) -
     assert llm.generate(prompts, params) == together
 
 
+def swap_halves(tensors: dict[str, torch.Tensor]) -> None:
+    """The weights of each two experts with equal routers change places."""
+    experts = {name: tensor for name, tensor in tensors.items() if ".experts." in name}
+    for name, tensor in experts.items():
+        layer, expert_and_rest = name.split(".experts.")
+        expert, rest = expert_and_rest.split(".", 1)
+        tensors[f"{layer}.experts.{(int(expert) + 4) % 8}.{rest}"] = tensor
+
+
+@pytest.mark.xdist_group("ties")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_exact_ties_of_experts_and_tokens_pass_every_axis(dtype: str, tmp_path: Any) -> None:
+    config = tiny_config("qwen3_moe", head_dim=32, dtype=dtype)
+    folder = write_checkpoint(tmp_path / "tied", config, kind="tied")
+    llm = LLM(str(folder), device="cuda", max_num_seqs=32, max_num_batched_tokens=512)
+    prompts = [prompt_of(llm, 3 + 17 * i, i) for i in range(20)]
+    found = [result.outputs[0] for result in llm.generate(prompts, GREEDY)]
+    for output in found:
+        assert max(output.token_ids) < 64
+        assert output.logprobs is not None
+        assert output.routed_experts is not None
+        for token_id, entry in zip(output.token_ids, output.logprobs, strict=True):
+            assert entry.top_ids[:2] == (token_id, token_id + 64)
+            assert entry.top_logprobs[:2] == (entry.logprob, entry.logprob)
+        for row in output.routed_experts.reshape(-1, 4).tolist():
+            for low, high in ((0, 4), (1, 5), (2, 3), (3, 6), (6, 7)):
+                assert high not in row or low in row[: row.index(high)]
+    check_config = CheckConfig(num_prompts=24, max_tokens=16, engine=EngineConfig(model=str(folder)))
+    report = check(llm, check_config, silent)
+    assert {axis.name for axis in report.axes if not axis.passed} <= {"structured_output"}, report
+    assert report.exit_code is CheckExit.EQUAL
+    # Control: which of two tied experts is chosen matters.
+    swapped = write_checkpoint(tmp_path / "swapped", config, kind="tied", edit=swap_halves)
+    llm = LLM(str(swapped), device="cuda", max_num_seqs=32, max_num_batched_tokens=512)
+    assert all(
+        result.outputs[0].logprobs != output.logprobs
+        for result, output in zip(llm.generate(prompts, GREEDY), found, strict=True)
+    )
+
+
 @pytest.mark.xdist_group("serving")
 @pytest.mark.parametrize(("model", "dtype"), [("builtin", "bfloat16"), ("builtin", "float32")])
 def test_canonical_bits_are_the_committed_ones(

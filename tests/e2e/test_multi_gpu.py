@@ -1,10 +1,11 @@
-"""Ranks on GPUs of their own that really wait for each other: all-reduce and flags, bits and races.
+"""Ranks that are processes on GPUs and really wait for each other: all-reduce and flags, bits and races.
 
     pytest -m multigpu tests/e2e/test_multi_gpu.py
 
-starts its ranks itself, on as many GPUs as a test asks for. A race test replays a graph with new inputs and poisoned
-outputs while ranks pause, one of them or several, *between the wait and the reads*; pauses between kernels alone do not
-show that a buffer is reused too early. Each has a control that must go wrong.
+starts its ranks itself, on as many GPUs as a test asks for, or two of them on one GPU, where NCCL does not go. A race
+test replays a graph with new inputs and poisoned outputs while ranks pause, one of them or several, *between the wait
+and the reads*; pauses between kernels alone do not show that a buffer is reused too early. Each has a control that must
+go wrong.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from moe_runtime.planner.shape_configs import read_shape
 from moe_runtime.planner.sum_times import gpu_sum_times
 from tests.benchmark_modules import load_benchmark_module
 from tests.bits import HOSTILE_KINDS, assert_bits_equal, hostile
-from tests.gpu_ranks import NUM_GPUS, captured, close_nccl, gpu_ranks
+from tests.gpu_ranks import NUM_GPUS, captured, close_nccl, gpu_ranks, needs_gpus, own_device
 from tests.model_shapes import QWEN3_30B_A3B
 from tests.ranks import RankContext
 
@@ -48,7 +49,7 @@ draw_pauses = load_benchmark_module("dispatch_race").draw_pauses
 
 pytestmark = [
     pytest.mark.multigpu,
-    pytest.mark.skipif(NUM_GPUS < 2, reason=f"needs two GPUs, finds {NUM_GPUS}"),
+    needs_gpus(1),
 ]
 
 SIZES = [size for size in (2, 3, 4, 6, 8) if size <= max(2, NUM_GPUS)]
@@ -89,8 +90,7 @@ class Peers:
 
 
 def open_peers(context: RankContext, num_channels: int, num_bytes: int) -> Peers:
-    group, device = context.group, torch.device("cuda", context.rank)
-    torch.cuda.set_device(device)
+    group, device = context.group, own_device(context)
     num_bytes += carved_bytes((num_channels, group.size), torch.int32)
     space = SymmetricSpace.connect(group, num_bytes, device)
     words = space.carve("words", (num_channels, group.size), torch.int32)
@@ -162,6 +162,7 @@ def compare_backends(context: RankContext) -> None:
         close_nccl(context.group, nccl)
 
 
+@needs_gpus(2)
 @pytest.mark.parametrize("size", SIZES)
 def test_every_backend_gives_the_bits_of_the_tree(ranks, size):
     ranks(size, compare_backends)
@@ -176,8 +177,7 @@ ROWS = (1, 48, 1500)
 def compare_shard_sums(context: RankContext, captured_too: bool) -> None:
     """Parts of layers of several sizes, added out of the peers' memory and by NCCL, eager and in a graph."""
     keep_multicast_off()
-    device, hidden = torch.device("cuda", context.rank), 2048
-    torch.cuda.set_device(device)
+    device, hidden = own_device(context), 2048
     nccl = dist.new_group(backend="nccl")
     sizes = hidden, len(ROWS), max(ROWS), 256, BF16, device
     symmetric = open_shard_sum(TensorParallel(group=context.group, transport="symmetric"), *sizes)
@@ -216,6 +216,7 @@ def compare_shard_sums(context: RankContext, captured_too: bool) -> None:
     close_nccl(context.group, nccl)
 
 
+@needs_gpus(2)
 @pytest.mark.parametrize("captured_too", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("size", SIZES)
 def test_sums_of_the_engine_have_the_bits_of_the_tree(ranks, size, captured_too):
@@ -225,8 +226,7 @@ def test_sums_of_the_engine_have_the_bits_of_the_tree(ranks, size, captured_too)
 def time_shard_sums(context: RankContext) -> list[dict[str, Any]]:
     """As ``moe-runtime calibrate`` does under torchrun."""
     keep_multicast_off()
-    device = torch.device("cuda", context.rank)
-    torch.cuda.set_device(device)
+    device = own_device(context)
     both = dist.new_group(backend="cpu:gloo,cuda:nccl")
     group = replace(context.group, process_group=both)
     rows = list(gpu_sum_times(group, read_shape(QWEN3_30B_A3B), device))
@@ -234,6 +234,7 @@ def time_shard_sums(context: RankContext) -> list[dict[str, Any]]:
     return rows
 
 
+@needs_gpus(2)
 def test_sums_are_timed_for_the_planner_and_are_fastest_in_place(ranks):
     first, second = ranks(2, time_shard_sums)
     assert first == second

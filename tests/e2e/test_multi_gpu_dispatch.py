@@ -20,16 +20,15 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from moe_runtime.comm.gpu_exchange import ExchangeSizes
-from moe_runtime.comm.symmetric_memory import keep_multicast_off
 from tests.benchmark_modules import load_benchmark_module
-from tests.gpu_ranks import NUM_GPUS, captured, gpu_ranks
+from tests.gpu_ranks import NUM_GPUS, captured, gpu_ranks, needs_gpus, own_device
 from tests.ranks import RankContext
 
 races = load_benchmark_module("dispatch_race")
 
 pytestmark = [
     pytest.mark.multigpu,
-    pytest.mark.skipif(NUM_GPUS < 2, reason=f"needs two GPUs, finds {NUM_GPUS}"),
+    needs_gpus(1),
 ]
 
 SIZES = [size for size in (2, 3, 4, 8) if size <= max(2, NUM_GPUS)]
@@ -50,10 +49,7 @@ def case_of(live_tokens: tuple[int, ...], **options: Any) -> Any:
 
 
 def replay(context: RankContext, case: Any) -> int:
-    keep_multicast_off()
-    device = torch.device("cuda", context.rank)
-    torch.cuda.set_device(device)
-    return races.race(case, context.group, device, partial(captured, context.group))
+    return races.race(case, context.group, own_device(context), partial(captured, context.group))
 
 
 @pytest.mark.parametrize("apart", [False, True])

@@ -1,7 +1,8 @@
 """The engine on several GPUs, as its users start it: one digest whatever the ranks, the transport and the group, and an
 end within seconds when a rank goes.
 
-Without two GPUs nothing of this runs; ``DEVICE`` set to "cpu" shows that the tests themselves work.
+Ranks share a GPU where there are fewer (tests/shared_gpu.py), but for NCCL, which refuses that; without any GPU nothing
+of this runs. ``DEVICE`` set to "cpu" shows that the tests themselves work.
 """
 
 from __future__ import annotations
@@ -15,22 +16,29 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
+from moe_runtime.verify.axes import AXES
 from tests.checkpoints import write_checkpoint
 from tests.gpu_engine import gpu_config
-from tests.rank_programs import run_to_end
+from tests.gpu_ranks import NUM_GPUS, needs_gpus
+from tests.rank_programs import program_of, run_to_end
 from tests.servers import running_server
 
 DEVICE = "cuda"
+SHARES_GPU = DEVICE == "cuda" and NUM_GPUS < 2
 FLAGS = ["--num-prompts", "12", "--max-tokens", "12"]
 END_S = 10.0
 
 pytestmark = [
     pytest.mark.multigpu,
-    pytest.mark.skipif(DEVICE == "cuda" and torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    needs_gpus(1 if DEVICE == "cuda" else 0),
     pytest.mark.timeout(300),
 ]
+
+
+def by_nccl(num_ranks: int) -> pytest.MarkDecorator:
+    """Mark of what moves some of its tensors with NCCL: groups of several ranks do for long steps."""
+    return needs_gpus(num_ranks if DEVICE == "cuda" else 0)
 
 
 def check(num_ranks: int, *flags: str, json_file: Path) -> dict:
@@ -60,20 +68,23 @@ def alone(model, tmp_path_factory) -> str:
 
 
 @pytest.mark.parametrize(
-    "flags",
+    ("size", "flags"),
     [
-        ["--dispatcher", "symmetric"],
-        ["--dispatcher", "collective"],
-        ["--tp", "2", "--dispatcher", "symmetric"],
-        ["--tp", "2", "--dispatcher", "collective"],
+        (2, ["--dispatcher", "symmetric"]),
+        (4, ["--dispatcher", "symmetric"]),
+        (8, ["--dispatcher", "symmetric"]),
+        pytest.param(2, ["--dispatcher", "collective"], marks=by_nccl(2)),
+        pytest.param(2, ["--tp", "2", "--dispatcher", "symmetric"], marks=by_nccl(2)),
+        pytest.param(4, ["--tp", "2", "--dispatcher", "symmetric"], marks=by_nccl(4)),
+        pytest.param(2, ["--tp", "2", "--dispatcher", "collective"], marks=by_nccl(2)),
     ],
-    ids=" ".join,
+    ids=str,
 )
-def test_two_ranks_have_the_digest_of_one(model, alone, flags, tmp_path):
+def test_several_ranks_have_the_digest_of_one(model, alone, size, flags, tmp_path):
     axes = ["alone", "chunks", *(["graph"] if DEVICE == "cuda" else [])]
-    found = check(2, "--model", model, *FLAGS, *flags, "--axes", *axes, json_file=tmp_path / "2.json")
+    found = check(size, "--model", model, *FLAGS, *flags, "--axes", *axes, json_file=tmp_path / "ranks.json")
     assert found["digest"] == alone
-    assert found["facts"]["ranks"] == 2
+    assert found["facts"]["ranks"] == size
 
 
 @pytest.mark.parametrize("size", [2, 4, 8, 16])
@@ -84,7 +95,8 @@ def test_one_rank_that_plays_several_has_the_digest_too(model, alone, size, tmp_
 
 
 def test_two_ranks_pass_every_axis(tmp_path):
-    found = check(2, *FLAGS, json_file=tmp_path / "all.json")
+    axes = [axis for axis in AXES if axis != "topology" or not SHARES_GPU]  # that one has NCCL
+    found = check(2, *FLAGS, "--axes", *axes, json_file=tmp_path / "all.json")
     assert {axis["name"] for axis in found["axes"]} >= {"again", "alone", "preempt", "buckets"}
 
 
@@ -129,8 +141,8 @@ except RuntimeError as error:
 
 def run_forever(folder: Path) -> list[subprocess.Popen[str]]:
     """Two ranks of an engine that never ends, without torchrun, which would end them together."""
-    store = folder / "port"
-    store.touch()
+    script = folder / "rank.py"
+    script.write_text(RANK.format(device=DEVICE, folder=folder))
     port = free_port()
     ranks = []
     for rank in range(2):
@@ -140,7 +152,7 @@ def run_forever(folder: Path) -> list[subprocess.Popen[str]]:
         }  # fmt: skip
         ranks.append(
             subprocess.Popen(
-                [sys.executable, "-c", RANK.format(device=DEVICE, folder=folder)],
+                [sys.executable, *program_of(2, str(script))],
                 env=environment,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -179,7 +191,7 @@ def test_the_server_on_two_ranks_answers_as_on_one():
         "seed": 5,  # else each answer names the one it drew
     }
     answers = []
-    for size, tp in ((1, 1), (2, 1), (2, 2)):
+    for size, tp in ((1, 1), (2, 1), *([] if SHARES_GPU else [(2, 2)])):
         with running_server(size, "--device", DEVICE, "--tp", str(tp)) as server:
             answers.append(
                 [
@@ -192,4 +204,4 @@ def test_the_server_on_two_ranks_answers_as_on_one():
                 assert info["dispatcher"] == "symmetric"
                 assert info["tp_transport"] == ("symmetric" if tp == 2 else "collective")
                 assert all(rank["info"]["exchange_buffer_bytes"] > 0 for rank in info["ranks"])
-    assert answers[1] == answers[2] == [answers[0][0]] * 4
+    assert all(found == [answers[0][0]] * 4 for found in answers)

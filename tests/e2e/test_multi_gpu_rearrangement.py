@@ -1,20 +1,21 @@
 """Moves of experts between two GPUs: pushed into each other's memory, without a changed bit, and faults are found.
 
-Without two GPUs nothing of this runs; ``DEVICE`` set to "cpu" shows that the script works, through the hosts' memory.
+Ranks share a GPU where there is one (tests/shared_gpu.py); without any nothing of this runs. ``DEVICE`` set to "cpu"
+shows that the script works, through the hosts' memory.
 """
 
 from __future__ import annotations
 
 import pytest
-import torch
 
+from tests.gpu_ranks import needs_gpus
 from tests.rank_programs import run_to_end
 
 DEVICE = "cuda"
 
 pytestmark = [
     pytest.mark.multigpu,
-    pytest.mark.skipif(DEVICE == "cuda" and torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    needs_gpus(1 if DEVICE == "cuda" else 0),
     pytest.mark.timeout(300),
 ]
 

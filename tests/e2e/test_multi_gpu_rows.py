@@ -20,7 +20,7 @@ import torch.distributed as dist
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from moe_runtime.comm.exchange_bytes import MAX_LOGIT_ROWS, row_gather_bytes
-from moe_runtime.comm.symmetric_memory import SymmetricSpace, keep_multicast_off
+from moe_runtime.comm.symmetric_memory import SymmetricSpace
 from moe_runtime.comm.tensor_parallel import TensorParallel
 from moe_runtime.layers import row_gather
 from moe_runtime.layers.row_gather import (
@@ -31,14 +31,14 @@ from moe_runtime.layers.row_gather import (
 )
 from tests.benchmark_modules import load_benchmark_module
 from tests.bits import HOSTILE_KINDS, assert_bits_equal, hostile
-from tests.gpu_ranks import NUM_GPUS, captured, close_nccl, gpu_ranks
+from tests.gpu_ranks import NUM_GPUS, captured, close_nccl, gpu_ranks, needs_gpus, own_device
 from tests.ranks import RankContext
 
 draw_pauses = load_benchmark_module("dispatch_race").draw_pauses
 
 pytestmark = [
     pytest.mark.multigpu,
-    pytest.mark.skipif(NUM_GPUS < 2, reason=f"needs two GPUs, finds {NUM_GPUS}"),
+    needs_gpus(1),
 ]
 
 SIZES = [size for size in (2, 3, 4, 8) if size <= max(2, NUM_GPUS)]
@@ -133,19 +133,12 @@ class Step:
         self.rows.gather_columns(own, self.logits_out[i], pdl=pdl, **self.options)
 
 
-def device_of(context: RankContext) -> torch.device:
-    keep_multicast_off()
-    device = torch.device("cuda", context.rank)
-    torch.cuda.set_device(device)
-    return device
-
-
 # ---- bits
 
 
 def compare_rows(context: RankContext, captured_too: bool) -> None:
     """Out of the peers' memory and by NCCL, eager and in a graph; steps of an odd and an even number of calls."""
-    device = device_of(context)
+    device = own_device(context)
     nccl = dist.new_group(backend="nccl")
     sizes = HIDDEN, VOCAB, 3, 1500, 256, BF16, device
     symmetric = open_row_gather(TensorParallel(group=context.group, transport="symmetric"), *sizes)
@@ -167,6 +160,7 @@ def compare_rows(context: RankContext, captured_too: bool) -> None:
     close_nccl(context.group, nccl)
 
 
+@needs_gpus(2)
 @pytest.mark.parametrize("captured_too", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("size", SIZES)
 def test_every_rank_gets_every_row(ranks, size, captured_too):
@@ -188,7 +182,7 @@ def replay_rows(
     barriers: bool = True,
 ) -> int:
     """Replays of a step that gave this rank a wrong row."""
-    device, rank, size = device_of(context), context.rank, context.world_size
+    device, rank, size = own_device(context), context.rank, context.world_size
     usual_sets, usual_barrier = row_gather.NUM_SETS, row_gather.peer_barrier
     row_gather.NUM_SETS = num_sets
     if not barriers:
