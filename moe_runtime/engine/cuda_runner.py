@@ -1,4 +1,4 @@
-"""Runs steps on one GPU: decode steps as graphs, all others kernel by kernel; neither waits for the device.
+"""Runs steps on one GPU: as graphs up to some size, beyond it kernel by kernel; neither waits for the device.
 
 A step's inputs travel in one copy from pinned memory. Tokens that the host does not know yet are taken on the device
 from each sequence's slot (kernels/tokens_triton.py). Results come back by asynchronous copies and an event, which
@@ -18,8 +18,9 @@ from moe_runtime.comm.gpu_exchange import StepShape
 from moe_runtime.engine.batch import LogitsRow, plan_step, routed_token_idx, wanted_rows
 from moe_runtime.engine.device_copies import DeviceEvent, InputRing, to_host
 from moe_runtime.engine.expert_load import DEFAULT_WINDOW_STEPS, DeviceExpertLoad
-from moe_runtime.engine.graphs import DECODE_BUCKETS, DecodeGraphs, decode_bucket
+from moe_runtime.engine.graphs import DECODE_BUCKETS, StepGraphs, decode_bucket, mixed_bucket, mixed_buckets
 from moe_runtime.engine.messages import TokenLogprobs
+from moe_runtime.engine.mixed_inputs import MixedLayout, StepTiles
 from moe_runtime.engine.routed_experts import RoutedExperts
 from moe_runtime.engine.routing_rows import compact_routing, gather_routing
 from moe_runtime.engine.runner import LaunchedStep, Runner
@@ -31,15 +32,13 @@ from moe_runtime.engine.sequence_slots import SequenceSlots
 from moe_runtime.engine.speculative import MOST_ROWS
 from moe_runtime.engine.step_plan import StepPlan
 from moe_runtime.kernels.attention import BLOCK_SIZE
-from moe_runtime.kernels.attention_tiles import make_row_tiles
 from moe_runtime.kernels.attention_tree_triton import TREE
 from moe_runtime.kernels.logit_rules import RowRules
 from moe_runtime.kernels.logit_rules_triton import RuleRows, apply_rules
-from moe_runtime.kernels.prefill_attention_triton import RowSchedule
 from moe_runtime.kernels.sampling_triton import SamplingRows, greedy, sample
 from moe_runtime.kernels.softmax_triton import log_softmax_stats, token_logprobs, top_logprobs
 from moe_runtime.kernels.tokens_triton import record_tokens, resolve_tokens
-from moe_runtime.layers.cuda_decoder import MAX_DECODE_ROWS, CudaDecoder, MixedInput, RowTiles
+from moe_runtime.layers.cuda_decoder import MAX_DECODE_ROWS, CudaDecoder
 
 __all__ = ["CudaRunner"]
 
@@ -47,7 +46,8 @@ LOGITS_ROWS = 256
 RULED_ROWS = 64
 """Rows with rules of their own whose logits are rewritten at once: each takes memory for two copies."""
 
-MANY_ROWS_FROM = 4
+MIXED = "mixed"
+"""Variant of the graphs of that form."""
 
 
 class CudaRunner(Runner):
@@ -108,7 +108,12 @@ class CudaRunner(Runner):
         self.logits = torch.zeros(LOGITS_ROWS, config.vocab_size, dtype=torch.float32, device=self.device)
         self.chosen = torch.zeros(LOGITS_ROWS, dtype=torch.int32, device=self.device)
         self.expert_load = DeviceExpertLoad(decoder.expert_counts, load_window_steps)
-        self.graphs = DecodeGraphs(self._launch_decode) if use_graphs and self.device.type == "cuda" else None
+        self._max_num_seqs = max_num_seqs
+        self._step_tiles = StepTiles.of(decoder.schedules, config.num_query_heads_per_kv_head)
+        self.graphs = StepGraphs(self._launch_graph) if use_graphs and self.device.type == "cuda" else None
+        self.most_mixed_rows = 0
+        if self.graphs is not None and decoder.experts.has_fixed_steps and decoder.tensor_parallel.size == 1:
+            self.set_mixed_graphs(decoder.max_rows)
 
     def capture_graphs(self, on_progress: Callable[[int, int], None] | None = None) -> None:
         """Capture every variant of every bucket ahead of the first request."""
@@ -124,10 +129,18 @@ class CudaRunner(Runner):
                 for several in (False, bucket > 1)
             }
         )
+        wanted += [(bucket, MIXED) for bucket in mixed_buckets(self.most_mixed_rows)]
         for done, (bucket, variant) in enumerate(wanted):
             if on_progress is not None:
                 on_progress(done, len(wanted))
             self._prepare_graph(bucket, variant)
+
+    def set_mixed_graphs(self, most_rows: int) -> None:
+        """Run steps of the mixed form as graphs, as far as there are buckets; a rank's steps have ``most_rows``."""
+        self.most_mixed_rows = most_rows = mixed_buckets(most_rows)[-1]
+        size = self._mixed_layout(most_rows).size(min(most_rows, self._max_num_seqs))
+        self._mixed_inputs = torch.zeros(size, dtype=torch.int32, device=self.device)
+        self._mixed_token_ids = torch.zeros(most_rows, dtype=torch.int32, device=self.device)
 
     @torch.inference_mode()
     def launch(
@@ -145,7 +158,7 @@ class CudaRunner(Runner):
                 else -1
                 for chunk in chunks
             ]
-            hidden, token_ids = self._mixed(plan, slots, StepShape.of_tokens(tokens_per_rank))
+            hidden, token_ids = self._mixed(plan, slots, tokens_per_rank)
             routing = self._routing(plan, routed_token_idx(chunks))
             return replace(self._score_hidden(rows, hidden, token_ids), routing=routing)
         slots = [-1] * len(plan.token_ids)
@@ -171,7 +184,7 @@ class CudaRunner(Runner):
             self._decode(plan, no_slots, bucket)
             self._routing(plan, [])
             return
-        hidden, _ = self._mixed(plan, no_slots, StepShape.of_tokens(tokens_per_rank))
+        hidden, _ = self._mixed(plan, no_slots, tokens_per_rank)
         self._routing(plan, [])
         for first in range(0, len(plan.row_token_idx), LOGITS_ROWS):
             index = self._upload(list(plan.row_token_idx[first : first + LOGITS_ROWS]))
@@ -260,9 +273,19 @@ class CudaRunner(Runner):
         """Capture a graph that is not there yet, on inert inputs; the step's own are uploaded afterwards."""
         if self.graphs is None or self.graphs.has(bucket, variant):
             return
-        self._decode_inputs.fill_(-1)
-        self._decode_inputs[0] = 0
+        if variant == MIXED:
+            self._mixed_layout(bucket).make_inert(self._mixed_inputs)
+        else:
+            self._decode_inputs.fill_(-1)
+            self._decode_inputs[0] = 0
         self.graphs.capture(bucket, variant)
+
+    def _launch_graph(self, bucket: int, variant: str, rehearse: bool) -> None:
+        if variant == MIXED:
+            shape = StepShape.of_bucket(bucket, self.decoder.experts.num_processes)
+            self._launch_mixed(self._mixed_layout(bucket), self._mixed_inputs, shape, rehearse=rehearse)
+        else:
+            self._launch_decode(bucket, variant, rehearse)
 
     def _launch_decode(self, bucket: int, variant: str, rehearse: bool) -> None:
         """Everything of a decode step that can be captured: from the inputs' buffer to greedy tokens."""
@@ -283,83 +306,57 @@ class CudaRunner(Runner):
         record_tokens(chosen, slots, self.last_token, pdl=pdl)
 
     def _mixed(
-        self, plan: StepPlan, slots: SequenceOf[int], shape: StepShape
+        self, plan: StepPlan, slots: SequenceOf[int], tokens_per_rank: SequenceOf[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Any rows, kernel by kernel, to hidden states ``[T, hidden]``; and their token ids ``[T]`` int32.
+        """Any rows, as a graph or kernel by kernel, to hidden states ``[T, hidden]``; their token ids ``[T]`` int32.
 
         Args:
             plan: Of the group's step.
             slots: Where each sequence's newest token is kept where the plan does not know it, else -1.
-            shape: Of the step.
+            tokens_per_rank: Of the step.
         """
         num_tokens, num_seqs = len(plan.token_ids), len(plan.query_lens)
-        lens, starts = list(plan.query_lens), list(plan.start_positions)
-        tiles = self._tiles(lens, starts)
-        # int64 slots come first, where they are aligned.
-        sizes = [2 * num_tokens, num_tokens, num_tokens, num_tokens, 1, num_seqs * self.max_blocks]
-        sizes += [part.size for _, part in tiles]
-        host = self._inputs.next(sum(sizes))
-        views = np.split(host, np.cumsum(sizes)[:-1])
-        views[4][0] = num_tokens
-        slot_mapping, token_ids, row_slots, positions = views[0].view(np.int64), views[1], views[2], views[3]
-        table = views[5].reshape(num_seqs, self.max_blocks)
-        table.fill(-1)
-        row_slots.fill(-1)
-        token_ids[:] = plan.token_ids
-        at = 0
-        for i, (length, start) in enumerate(zip(lens, starts, strict=True)):
-            span = slice(at, at + length)
-            row_slots[at + length - 1] = slots[i]
-            positions[span] = np.arange(start, start + length)
-            blocks = np.asarray(plan.block_tables[i], dtype=np.int64)
-            where = positions[span].astype(np.int64)
-            slot_mapping[span] = blocks[where // BLOCK_SIZE] * BLOCK_SIZE + where % BLOCK_SIZE
-            table[i, : len(blocks)] = blocks
-            at += length
-        for view, (_, part) in zip(views[6:], tiles, strict=True):
-            view[:] = part.reshape(-1)
-        device = torch.empty(sum(sizes), dtype=torch.int32, device=self.device)
-        self._inputs.upload(sum(sizes), device)
-        parts = torch.split(device, sizes)
-        ids = torch.empty_like(parts[1])
-        resolve_tokens(parts[1], parts[2], self.last_token, ids)
-        hidden = self.decoder.mixed(
-            MixedInput(
-                shape=shape,
-                token_ids=ids,
-                positions=parts[3],
-                slot_mapping=parts[0].view(torch.int64),
-                num_tokens=parts[4],
-                block_table=parts[5].view(num_seqs, self.max_blocks),
-                tiles=[
-                    RowTiles(schedule=schedule, tiles=part.view(-1, 4))
-                    for (schedule, _), part in zip(tiles, parts[6:], strict=True)
-                ],
-            ),
-            self.kv_caches,
-        )
-        return hidden, ids
-
-    def _tiles(
-        self, lens: list[int], starts: list[int]
-    ) -> list[tuple[RowSchedule, np.ndarray[tuple[int, int], np.dtype[np.int32]]]]:
-        """Short sequences in low tiles, long ones in tall tiles."""
-        groups = self.decoder.local.num_query_heads_per_kv_head
-        few = [i for i, length in enumerate(lens) if length < MANY_ROWS_FROM]
-        many = [i for i, length in enumerate(lens) if length >= MANY_ROWS_FROM]
-        table = self.decoder.schedules
-        result = []
-        for schedule, which in (
-            (table.attention_rows(few=False), many),
-            (table.attention_rows(few=True), few),
-        ):
-            if not which:
-                continue
-            tiles = make_row_tiles(
-                lens, starts, num_groups=groups, block_rows=schedule.block_rows, sequences=which
+        tiles = self._step_tiles.make(plan.query_lens, plan.start_positions)
+        bucket = mixed_bucket(max(tokens_per_rank), self.most_mixed_rows)
+        if bucket is None:
+            layout = MixedLayout(
+                num_tokens=num_tokens,
+                num_seqs=num_seqs,
+                max_blocks=self.max_blocks,
+                num_tiles=(len(tiles[0]), len(tiles[1])),
             )
-            result.append((schedule, tiles))
-        return result
+            size = layout.size(num_seqs)
+            inputs = torch.empty(size, dtype=torch.int32, device=self.device)
+        else:
+            self._prepare_graph(bucket, MIXED)
+            layout, inputs = self._mixed_layout(bucket), self._mixed_inputs
+            size = layout.size(num_seqs)
+        layout.fill(self._inputs.next(size), plan, slots, tiles)
+        self._inputs.upload(size, inputs)
+        if bucket is None:
+            return self._launch_mixed(layout, inputs, StepShape.of_tokens(tokens_per_rank))
+        assert self.graphs is not None, "a bucket is a graph's"
+        self.graphs.replay(bucket, MIXED)
+        return self.decoder.buffers.normed[:num_tokens], self._mixed_token_ids[:num_tokens]
+
+    def _mixed_layout(self, bucket: int) -> MixedLayout:
+        num_seqs = min(bucket, self._max_num_seqs)
+        return MixedLayout(
+            num_tokens=bucket,
+            num_seqs=num_seqs,
+            max_blocks=self.max_blocks,
+            num_tiles=self._step_tiles.most(bucket, num_seqs),
+        )
+
+    def _launch_mixed(
+        self, layout: MixedLayout, inputs: torch.Tensor, shape: StepShape, *, rehearse: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What of the mixed form can be captured; a graph's token ids have a place of their own."""
+        host_ids, slots = layout.unknown_tokens(inputs)
+        ids = torch.empty_like(host_ids) if shape.exact else self._mixed_token_ids[: layout.num_tokens]
+        resolve_tokens(host_ids, slots, self.last_token, ids)
+        step = layout.inputs(inputs, ids, shape, self._step_tiles)
+        return self.decoder.mixed(step, self.kv_caches, rehearse=rehearse), ids
 
     def _score_hidden(
         self, rows: list[LogitsRow], hidden: torch.Tensor, token_ids: torch.Tensor

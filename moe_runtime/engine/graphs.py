@@ -1,6 +1,6 @@
-"""Decode steps as CUDA graphs over a dense list of batch sizes.
+"""Steps as CUDA graphs over lists of sizes: of decode rows, and of any rows (the mixed form).
 
-A graph of M rows runs any step of up to M sequences: rows past the real number are inert (token and position -1, and a
+A graph of M rows runs any step of up to M rows: those past the real number are inert (token and position -1, and a
 number of tokens that kernels read on the device), so padding reaches neither routing nor the cache.
 """
 
@@ -13,9 +13,12 @@ import torch
 
 from moe_runtime.errors import CapacityError
 
-__all__ = ["DECODE_BUCKETS", "DecodeGraphs", "decode_bucket"]
+__all__ = ["DECODE_BUCKETS", "MIXED_BUCKETS", "StepGraphs", "decode_bucket", "mixed_bucket", "mixed_buckets"]
 
 DECODE_BUCKETS = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+
+MIXED_BUCKETS = (64, 128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
+"""Tokens of a rank. In larger steps the device takes longer than the host's launches do."""
 
 
 def decode_bucket(num_rows: int, largest: int) -> int | None:
@@ -26,7 +29,18 @@ def decode_bucket(num_rows: int, largest: int) -> int | None:
     return None
 
 
-class DecodeGraphs:
+def mixed_buckets(most: int) -> list[int]:
+    """Buckets for steps of up to ``most`` tokens: no larger ones, and a last one of as many; none for 0."""
+    own = [most] if 0 < most <= MIXED_BUCKETS[-1] else []
+    return [bucket for bucket in MIXED_BUCKETS if bucket < most] + own
+
+
+def mixed_bucket(num_tokens: int, most: int) -> int | None:
+    """Smallest of ``mixed_buckets`` that holds the tokens, or None."""
+    return next((bucket for bucket in mixed_buckets(most) if bucket >= num_tokens), None)
+
+
+class StepGraphs:
     """Captured launches by (bucket, variant), all in one memory pool.
 
     Args:
@@ -56,12 +70,12 @@ class DecodeGraphs:
                 self._run(bucket, variant, False)
         except torch.OutOfMemoryError as error:
             raise CapacityError(
-                f"no room to capture the decode step of {bucket} rows ({variant}): {error}"
+                f"no room to capture the step of {bucket} rows ({variant}): {error}"
             ) from None
         except RuntimeError as error:
             raise RuntimeError(
-                f"the decode step of {bucket} rows ({variant}) cannot be captured as a CUDA graph ({error}); "
-                "set enforce_eager to run without graphs, or lower max_num_seqs"
+                f"the step of {bucket} rows ({variant}) cannot be captured as a CUDA graph ({error}); "
+                "set enforce_eager to run without graphs, or lower max_num_seqs or max_num_batched_tokens"
             ) from error
         self._pool = self._pool or graph.pool()
         self._graphs[bucket, variant] = graph

@@ -336,12 +336,14 @@ class CudaDecoder:
         rows.end_step(pdl=pdl)
         self._count(shape, experts)
 
-    def mixed(self, step: MixedInput, kv_caches: KVCaches) -> torch.Tensor:
-        """Any rows, to hidden states ``[T, hidden]`` after the final norm (a view of a buffer)."""
+    def mixed(self, step: MixedInput, kv_caches: KVCaches, *, rehearse: bool = False) -> torch.Tensor:
+        """Any rows, to hidden states ``[T, hidden]`` after the final norm (a view of a buffer); can be captured
+        where ``Experts.has_fixed_steps``. ``rehearse`` as for ``decode``; not in a group."""
         config, eps, num_tokens = self.config, self.config.rms_norm_eps, step.token_ids.shape[0]
         b = self.buffers.rows(num_tokens)
         pdl, table = self.pdl, self.schedules
-        shape, experts, tp = step.shape, self.experts, self.tensor_parallel
+        shape, tp = step.shape, self.tensor_parallel
+        experts = self.experts.rehearsal() if rehearse else self.experts
         experts.begin_step(pdl=False)
         self.shard_sum.begin_step()
         rows = self.row_gather

@@ -125,6 +125,12 @@ class Experts(ABC):
     flags: FlagReader | None = None
     """Tells whom a step waits for; None where no flags are."""
 
+    @property
+    def has_fixed_steps(self) -> bool:
+        """Whether steps of any number of rows can be captured: not where long ones exchange sizes first, as
+        collectives do."""
+        return self.capturable and (self.num_processes == 1 or self.flags is not None)
+
     def begin_step(self, *, pdl: bool) -> None:  # noqa: B027  # most have nothing to do
         """Before the first layer of a step."""
 

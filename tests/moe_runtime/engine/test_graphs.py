@@ -1,4 +1,4 @@
-"""Buckets of decode graphs, and what is said when one cannot be captured."""
+"""Buckets of graphs, and what is said when one cannot be captured."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ import itertools
 import pytest
 import torch
 
-from moe_runtime.engine.graphs import DECODE_BUCKETS, DecodeGraphs, decode_bucket
+from moe_runtime.engine.graphs import (
+    DECODE_BUCKETS,
+    MIXED_BUCKETS,
+    StepGraphs,
+    decode_bucket,
+    mixed_bucket,
+    mixed_buckets,
+)
 from moe_runtime.errors import CapacityError
 
 
@@ -34,6 +41,27 @@ def test_buckets_ascend_and_pad_at_most_a_third_from_eight_rows_on():
     assert list(DECODE_BUCKETS) == sorted(set(DECODE_BUCKETS))
     for low, high in itertools.pairwise(DECODE_BUCKETS):
         assert low < 8 or high <= 1.5 * low
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "most", "bucket"),
+    [
+        (1, 512, 64), (64, 512, 64), (65, 512, 128), (257, 512, 384), (385, 512, 512), (512, 512, 512),
+        (513, 512, None), (1, 0, None), (20, 40, 40), (300, 300, 300), (301, 300, None),
+        (2048, 2048, 2048), (2049, 2048, None), (2049, 8192, None), (2000, 8192, 2048), (1, 2048, 64), (1900, 2048, 2048), (450, 500, 500),
+    ],
+)  # fmt: skip
+def test_a_mixed_bucket_is_the_smallest_that_holds_the_tokens_and_the_last_one_is_the_most(
+    num_tokens, most, bucket
+):
+    assert mixed_bucket(num_tokens, most) == bucket
+
+
+def test_mixed_buckets_ascend_and_pad_at_most_by_half():
+    assert mixed_buckets(0) == []
+    assert list(MIXED_BUCKETS) == sorted(set(MIXED_BUCKETS))
+    # Below 256 rows most steps run as rows.
+    assert all(high <= 1.5 * low for low, high in itertools.pairwise(MIXED_BUCKETS) if low >= 256)
 
 
 @pytest.fixture
@@ -64,7 +92,7 @@ def no_device(monkeypatch):
 
 def test_a_graph_is_warmed_up_captured_once_and_shares_one_pool(no_device):
     runs: list[tuple[int, str, bool]] = []
-    graphs = DecodeGraphs(lambda bucket, variant, rehearse: runs.append((bucket, variant, rehearse)))
+    graphs = StepGraphs(lambda bucket, variant, rehearse: runs.append((bucket, variant, rehearse)))
     assert not graphs.has(4, "serial")
     for key in ((4, "serial"), (8, "split")):
         graphs.capture(*key)
@@ -84,8 +112,8 @@ def test_a_failed_capture_names_the_step_and_what_to_change(no_device):
         if len(seen) == 2:
             raise RuntimeError("operation not permitted when stream is capturing")
 
-    graphs = DecodeGraphs(run)
-    with pytest.raises(RuntimeError, match=r"decode step of 16 rows \(split\).*set enforce_eager"):
+    graphs = StepGraphs(run)
+    with pytest.raises(RuntimeError, match=r"the step of 16 rows \(split\).*set enforce_eager"):
         graphs.capture(16, "split")
     assert not graphs.has(16, "split")
 
@@ -95,5 +123,5 @@ def test_no_memory_to_capture_is_a_lack_of_room(no_device):
         if not rehearse:
             raise torch.OutOfMemoryError("out of memory")
 
-    with pytest.raises(CapacityError, match=r"no room to capture the decode step of 8 rows \(serial\)"):
-        DecodeGraphs(run).capture(8, "serial")
+    with pytest.raises(CapacityError, match=r"no room to capture the step of 8 rows \(serial\)"):
+        StepGraphs(run).capture(8, "serial")
