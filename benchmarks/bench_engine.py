@@ -10,7 +10,7 @@ reference batch's ids and logprobs is one for every number of ranks and every di
 
 Not by default: ``steady`` keeps ``--seqs-per-rank`` sequences on every rank for ``--steady-tokens`` outputs, a decode
 step as above; ``halves`` runs prefill in whole, half and quarter steps; ``first`` times the first token of one prompt
-on an idle engine, in the decode form where that is taken, and in the mixed form.
+on an idle engine: as the engine runs it, in the mixed form, and in that form launched kernel by kernel.
 ``--device cpu --model builtin`` is a small form.
 """
 
@@ -41,7 +41,7 @@ BYTE_FLOOR_MS = {
 }
 """By ranks and sequences: bytes of weights and keys that the busier rank must read a step, at 4.5 TB/s."""
 STEADY_PROMPT_TOKENS = 128
-FIRST_LENGTHS = (8, 16, 40, 80, 120, 192, 256, 257, 512)
+FIRST_LENGTHS = (8, 40, 80, 256, 257, 384, 512, 768, 1024, 1536, 2048, 2049)
 
 
 def parse_options(args: Sequence[str] | None = None) -> argparse.Namespace:
@@ -190,18 +190,17 @@ class _Bench:
     def first(self) -> list[dict[str, float]]:
         """Milliseconds to the first token of one prompt, nothing else running, by its length."""
         runner, rows = self.llm.engine.runner, []
-        usual = runner.most_prompt_rows
+        usual = runner.most_prompt_rows, runner.most_mixed_rows
+        forms = {"ms": usual, "mixed_ms": (0, usual[1]), "launched_ms": (0, 0)}
         for length in FIRST_LENGTHS:
             row: dict[str, float] = {"prompt_tokens": length}
-            for form, most in (("ms", usual), ("mixed_ms", 0)):
-                runner.most_prompt_rows = most
+            for form, most in forms.items():
+                runner.most_prompt_rows, runner.most_mixed_rows = most
                 self.run_s(1, length, 1)
                 row[form] = statistics.median(self.run_s(1, length, 1) for _ in range(self.repeats)) * 1e3
             rows.append(row)
-            print(
-                f"first token, {length} tokens: {row['ms']:.2f} ms, mixed {row['mixed_ms']:.2f}", flush=True
-            )
-        runner.most_prompt_rows = usual
+            print(f"first token: {json.dumps(row)}", flush=True)
+        runner.most_prompt_rows, runner.most_mixed_rows = usual
         return rows
 
     def halves(self) -> dict[str, float]:

@@ -111,7 +111,6 @@ class CudaRunner(Runner):
         self._max_num_seqs = max_num_seqs
         self._step_tiles = StepTiles.of(decoder.schedules, config.num_query_heads_per_kv_head)
         self.graphs = StepGraphs(self._launch_graph) if use_graphs and self.device.type == "cuda" else None
-        self.most_mixed_rows = 0
         if self.graphs is not None and decoder.experts.has_fixed_steps and decoder.tensor_parallel.size == 1:
             self.set_mixed_graphs(decoder.max_rows)
 

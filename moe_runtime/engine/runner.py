@@ -40,12 +40,14 @@ class Runner(ABC):
         overlaps: Whether ``launch`` returns before the device is done and can take a step that continues sequences
             whose last token the step before is still choosing (``UNKNOWN_TOKEN``).
         most_prompt_rows: Tokens of a step up to which prompts run in the decode form too (engine/step_form.py).
+        most_mixed_rows: Tokens of a rank up to which a step in the mixed form is a graph.
         in_thread: Whether a thread of the runner's runs the steps, and so enters ``RankGroup.step``.
         expert_load: Pairs counted so far, of tokens whose home is this rank.
     """
 
     overlaps: bool = False
     most_prompt_rows: int = 0
+    most_mixed_rows: int = 0
     in_thread: bool = False
     expert_load: ExpertLoad
 
