@@ -23,7 +23,6 @@ from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.symmetric_memory import SymmetricSpace
 from moe_runtime.comm.transports import TransportName
 from moe_runtime.engine.model_loader import ModelPlan
-from moe_runtime.kernels.experts_triton import MAX_CAPACITY
 from moe_runtime.kernels.gpu_schedules import GpuSchedules
 from moe_runtime.layers.cuda_decoder import ExpertsMaker
 from moe_runtime.layers.cuda_experts import Experts
@@ -83,7 +82,6 @@ def _spread(
 ) -> Experts:
     """This rank's experts, its peers' reached by the transport."""
     sizes = exchange_sizes(plan, group.size, max_rows)
-    few = replace(sizes, max_rows=min(max_rows, MAX_CAPACITY))
     space: SymmetricSpace | None = None
     if transport == "symmetric":
         space = SymmetricSpace.connect(group, sizes.symmetric_bytes, plan.device)
@@ -91,17 +89,19 @@ def _spread(
     def make() -> SpreadExperts:
         """What is this rank's own."""
         exchange: SymmetricExchange | CollectiveExchange
-        rehearsal: SymmetricExchange | CollectiveExchange
         if space is not None:
             exchange = SymmetricExchange(space, sizes, first_expert)
-            alone = rehearsal_space(few, group.rank, plan.device)
-            rehearsal = SymmetricExchange(alone, few, first_expert, live=False)
         else:
             exchange = CollectiveExchange(replace(group, links=None), sizes, first_expert, plan.device)
-            rehearsal = CollectiveExchange(rehearsal_group(group), few, first_expert, plan.device)
-        return SpreadExperts(
-            plan.config, schedules, exchange, rehearsal, first_expert, max_rows, plan.torch_dtype, plan.device
-        )
+        where = first_expert, max_rows, plan.torch_dtype, plan.device
+        return SpreadExperts(plan.config, schedules, exchange, rehearsal, *where)
+
+    def rehearsal(num_rows: int) -> SymmetricExchange | CollectiveExchange:
+        few = replace(sizes, max_rows=num_rows)
+        if transport == "symmetric":
+            alone = rehearsal_space(few, group.rank, plan.device)
+            return SymmetricExchange(alone, few, first_expert, live=False)
+        return CollectiveExchange(rehearsal_group(group), few, first_expert, plan.device)
 
     experts = all_or_none(group, make)
     experts.exchange.connect()

@@ -301,11 +301,11 @@ class CudaDecoder:
         pdl, table = self.pdl, self.schedules
         hidden, query = config.hidden_size, b.attention.shape[1]
         o_proj = table.dense_parts(m, hidden, query, PARTS["row"])
-        experts = self.experts.rehearsal() if rehearse else self.experts
         tp = self._alone if rehearse else self.tensor_parallel
+        shape = StepShape.of_bucket(-(-m // tp.size), self.experts.num_processes)
+        experts = self.experts.rehearsal(shape.capacity) if rehearse else self.experts
         sums = self.shard_sum.rehearsal() if rehearse else self.shard_sum
         rows = self.row_gather.rehearsal() if rehearse else self.row_gather
-        shape = StepShape.of_bucket(-(-m // tp.size), experts.num_processes)
         experts.begin_step(pdl=False)
         sums.begin_step()
         rows.begin_step()
@@ -343,7 +343,7 @@ class CudaDecoder:
         b = self.buffers.rows(num_tokens)
         pdl, table = self.pdl, self.schedules
         shape, tp = step.shape, self.tensor_parallel
-        experts = self.experts.rehearsal() if rehearse else self.experts
+        experts = self.experts.rehearsal(shape.capacity) if rehearse else self.experts
         experts.begin_step(pdl=False)
         self.shard_sum.begin_step()
         rows = self.row_gather

@@ -134,8 +134,9 @@ class Experts(ABC):
     def begin_step(self, *, pdl: bool) -> None:  # noqa: B027  # most have nothing to do
         """Before the first layer of a step."""
 
-    def rehearsal(self) -> Experts:
-        """The same kernels on buffers that no other rank sees, for a run that is no step of anybody."""
+    def rehearsal(self, num_rows: int) -> Experts:
+        """The same kernels on new buffers for ``num_rows`` rows of a rank, which no other rank sees: for a run that is
+        no step of anybody."""
         return self
 
     @abstractmethod

@@ -14,7 +14,7 @@ to all homes are in use at any time.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -39,7 +39,7 @@ class SpreadExperts(Experts):
         config: Model.
         schedules: The device's table.
         exchange: Moves the rows.
-        rehearsal: The like of it that no other rank sees.
+        make_rehearsal: From rows of a rank to the like of it that no other rank sees.
         first_expert: ``W + 1`` exclusive prefix sums of physical experts per rank.
         max_rows: Most rows of a rank in a step.
         dtype: Model dtype.
@@ -51,7 +51,7 @@ class SpreadExperts(Experts):
         config: ModelConfig,
         schedules: GpuSchedules,
         exchange: GpuExchange,
-        rehearsal: GpuExchange,
+        make_rehearsal: Callable[[int], GpuExchange],
         first_expert: Sequence[int],
         max_rows: int,
         dtype: torch.dtype,
@@ -59,7 +59,7 @@ class SpreadExperts(Experts):
     ) -> None:
         self.config = config
         self.exchange = exchange
-        self._rehearsal_exchange = rehearsal
+        self._make_rehearsal = make_rehearsal
         self.expert_offset = first_expert[exchange.rank]
         self.num_local_experts = first_expert[exchange.rank + 1] - self.expert_offset
         self.num_processes, self.num_bytes = exchange.size, exchange.num_bytes
@@ -73,10 +73,10 @@ class SpreadExperts(Experts):
         """See ``Experts.begin_step``."""
         self.exchange.begin_step(pdl=pdl)
 
-    def rehearsal(self) -> Experts:
+    def rehearsal(self, num_rows: int) -> Experts:
         """See ``Experts.rehearsal``."""
         alone = copy.copy(self)
-        alone.exchange = self._rehearsal_exchange
+        alone.exchange = self._make_rehearsal(num_rows)
         return alone
 
     def routed_rows(self, shape: StepShape) -> RoutedRows:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from moe_runtime.comm.gpu_exchange import StepShape
 from moe_runtime.comm.groups import RankGroup
 from tests.gpu_engine import gpu_llm, write_gpu_checkpoint
 from tests.ranks import RankContext
@@ -44,8 +45,9 @@ def load_share(context: RankContext, folder: str) -> tuple[int, int, int, bool]:
     decoder = gpu_llm(folder, group=context.group, dispatcher="collective", **LIMITS).model.decoder
     experts = decoder.experts
     assert isinstance(experts, SpreadExperts)
-    rehearsal = experts.rehearsal()
+    rehearsal = experts.rehearsal(300)
     assert isinstance(rehearsal, SpreadExperts)
+    assert rehearsal.routed_rows(StepShape.of_bucket(300, 3)).x.shape[0] == 300
     return (
         decoder.layers[0].experts.w13.shape[0],
         experts.expert_offset,
