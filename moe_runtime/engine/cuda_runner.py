@@ -30,6 +30,7 @@ from moe_runtime.engine.sequence import UNKNOWN_TOKEN
 from moe_runtime.engine.sequence_rules import batch_rules
 from moe_runtime.engine.sequence_slots import SequenceSlots
 from moe_runtime.engine.speculative import MOST_ROWS
+from moe_runtime.engine.step_form import MOST_PROMPT_ROWS
 from moe_runtime.engine.step_plan import StepPlan
 from moe_runtime.kernels.attention import BLOCK_SIZE
 from moe_runtime.kernels.attention_tree_triton import TREE
@@ -97,7 +98,6 @@ class CudaRunner(Runner):
         ]
         self.max_blocks = -(-max_model_len // BLOCK_SIZE)
         self.largest_decode = min(MAX_DECODE_ROWS, max(max_num_seqs, MOST_ROWS if drafts else 1))
-        self.most_prompt_rows = MAX_DECODE_ROWS if use_graphs and self.device.type == "cuda" else 0
         self._slots = SequenceSlots(2 * max_num_seqs)
         self.last_token = torch.zeros(2 * max_num_seqs, dtype=torch.int32, device=self.device)
         self._inputs = InputRing(MAX_DECODE_ROWS * (3 + self.max_blocks) + 1, self.device, *self._wait_limits)
@@ -111,8 +111,11 @@ class CudaRunner(Runner):
         self._max_num_seqs = max_num_seqs
         self._step_tiles = StepTiles.of(decoder.schedules, config.num_query_heads_per_kv_head)
         self.graphs = StepGraphs(self._launch_graph) if use_graphs and self.device.type == "cuda" else None
-        if self.graphs is not None and decoder.experts.has_fixed_steps and decoder.tensor_parallel.size == 1:
-            self.set_mixed_graphs(decoder.max_rows)
+        if self.graphs is not None:
+            self.most_prompt_rows = MAX_DECODE_ROWS
+            if decoder.experts.has_fixed_steps and decoder.tensor_parallel.size == 1:
+                self.most_prompt_rows = MOST_PROMPT_ROWS
+                self.set_mixed_graphs(decoder.max_rows)
 
     def capture_graphs(self, on_progress: Callable[[int, int], None] | None = None) -> None:
         """Capture every variant of every bucket ahead of the first request."""

@@ -1,9 +1,9 @@
 """Which steps run in the decode form, a row per token. Pure policy: both forms give every row the same bits.
 
 The newest tokens of sequences can always run so. Where the decode form is a captured graph, prompts do too in steps of
-few tokens: a graph is over before the mixed form's kernels have been launched one by one (docs/benchmarks.md). In the
-decode form every row reads the keys before it, in the mixed form a tile of rows reads them once, so the keys that the
-prompts' rows read are bounded.
+few tokens: its kernels are the faster ones there, and where the mixed form is no graph, that one's launches alone take
+longer than the step (docs/benchmarks.md). In the decode form every row reads the keys before it, in the mixed form a
+tile of rows reads them once, so the keys that the prompts' rows read are bounded.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from collections.abc import Sequence as SequenceOf
 
 from moe_runtime.engine.scheduler import ScheduledChunk
 
-__all__ = ["MOST_PROMPT_KEYS", "num_mixed_tokens"]
+__all__ = ["MOST_PROMPT_KEYS", "MOST_PROMPT_ROWS", "num_mixed_tokens"]
 
+MOST_PROMPT_ROWS = 192
+"""Of a step, where the mixed form is a graph too."""
 MOST_PROMPT_KEYS = 1 << 17
 """Keys that all rows of a step's prompts read, in the decode form: for 128 rows after 1,000 tokens each."""
 

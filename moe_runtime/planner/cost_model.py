@@ -28,8 +28,8 @@ __all__ = ["BoolArray", "CostModel", "ScheduledTokens", "StepCost", "StepLoad", 
 
 ROW_PARTS = 2
 """Fixed parts of a row-parallel layer; kernels/gemm.py, which needs torch, defines them."""
-MAX_DECODE_ROWS = 256
-"""Rows of the decode form; layers/cuda_buffers.py defines them."""
+MAX_DECODE_ROWS, MOST_GRAPH_ROWS = 256, 2048
+"""Rows of the decode form and of the largest graph; layers/cuda_buffers.py and engine/graphs.py define them."""
 EAGER_LAUNCHES, EAGER_LAUNCH_US = 10, 50.0
 """Kernels of a layer, the host's time for each in a step that is no graph: an H200's host, docs/benchmarks.md."""
 
@@ -272,9 +272,9 @@ class CostModel:
         launches_us = self.shape.num_layers * EAGER_LAUNCHES * EAGER_LAUNCH_US
         if self.exchange.transport == "deepep":  # which runs without graphs
             return np.full_like(rows, launches_us, dtype=np.float64)
-        results_us = self._results_us(rows)
-        is_eager = self.host_is_hidden & (np.asarray(rows) > MAX_DECODE_ROWS)
-        return np.where(is_eager, np.maximum(results_us, launches_us), results_us)
+        most_rows = MAX_DECODE_ROWS if self.exchange.transport == "collective" else MOST_GRAPH_ROWS
+        is_eager = self.host_is_hidden & (np.asarray(rows) > most_rows)
+        return self._results_us(rows).clip(launches_us * is_eager)
 
     def _results_us(self, rows: FloatArray) -> FloatArray:
         """Of planning and taking results, as measured on steps that are graphs."""

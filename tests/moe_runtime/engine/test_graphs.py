@@ -46,7 +46,8 @@ def test_buckets_ascend_and_pad_at_most_a_third_from_eight_rows_on():
 @pytest.mark.parametrize(
     ("num_tokens", "most", "bucket"),
     [
-        (1, 512, 64), (64, 512, 64), (65, 512, 128), (257, 512, 384), (385, 512, 512), (512, 512, 512),
+        (1, 512, 64), (64, 512, 64), (65, 512, 128), (129, 512, 192), (193, 512, 384), (257, 512, 384),
+        (385, 512, 512), (512, 512, 512),
         (513, 512, None), (1, 0, None), (20, 40, 40), (300, 300, 300), (301, 300, None),
         (2048, 2048, 2048), (2049, 2048, None), (1, 2048, 64), (1900, 2048, 2048), (450, 500, 500),
         (2049, 8192, None), (2000, 8192, 2048),
@@ -61,8 +62,8 @@ def test_a_mixed_bucket_is_the_smallest_that_holds_the_tokens_and_the_last_one_i
 def test_mixed_buckets_ascend_and_pad_at_most_by_half():
     assert mixed_buckets(0) == []
     assert list(MIXED_BUCKETS) == sorted(set(MIXED_BUCKETS))
-    # Below 256 rows most steps run as rows.
-    assert all(high <= 1.5 * low for low, high in itertools.pairwise(MIXED_BUCKETS) if low >= 256)
+    # Up to 384 rows the weights take the time; below 192 most steps run as rows.
+    assert all(high <= 1.5 * low for low, high in itertools.pairwise(MIXED_BUCKETS) if low >= 384)
 
 
 @pytest.fixture

@@ -7,9 +7,17 @@ import time
 import numpy as np
 import pytest
 
+from moe_runtime.engine.graphs import MIXED_BUCKETS
 from moe_runtime.kernels.gemm import PARTS
 from moe_runtime.planner.calibration import base_of
-from moe_runtime.planner.cost_model import MAX_DECODE_ROWS, ROW_PARTS, CostModel, StepLoad, Topology
+from moe_runtime.planner.cost_model import (
+    MAX_DECODE_ROWS,
+    MOST_GRAPH_ROWS,
+    ROW_PARTS,
+    CostModel,
+    StepLoad,
+    Topology,
+)
 from moe_runtime.planner.hardware import load_hardware, read_hardware
 from moe_runtime.planner.shape_configs import read_shape
 from tests.benchmark_modules import load_benchmark_module
@@ -184,8 +192,23 @@ def test_the_hosts_part_is_that_of_the_groups_size():
     assert host == {1: [100, 150], 2: [700, 800], 4: [700, 800]}, "of four ranks none was timed: as of two"
 
 
+def test_launches_one_by_one_count_in_steps_that_are_no_graphs():
+    launches_us = QWEN.num_layers * 10 * 50.0
+    rows = np.array([256.0, 257.0, 2048.0, 2049.0])
+    slow = {
+        transport: (model(8, transport=transport).host_us(rows) == launches_us).tolist()
+        for transport in ("symmetric", "collective", "deepep")
+    }
+    assert slow == {
+        "symmetric": [False, False, False, True],
+        "collective": [False, True, True, True],
+        "deepep": [True] * 4,
+    }
+
+
 def test_constants_of_modules_that_need_torch_or_triton_are_the_same():
     assert PARTS["row"] == ROW_PARTS
+    assert MIXED_BUCKETS[-1] == MOST_GRAPH_ROWS
     cuda_buffers = pytest.importorskip("moe_runtime.layers.cuda_buffers", exc_type=ImportError)
     assert MAX_DECODE_ROWS == cuda_buffers.MAX_DECODE_ROWS
 
