@@ -158,7 +158,9 @@ def test_batches_and_steps_have_every_size_around_a_tile(max_num_seqs: int, full
     assert batches == [edge for edge in BUCKET_EDGES if edge <= largest]
     assert names(runs[len(batches) - 1])[: batches[0]] == names(runs[0])
     steps = [run for run in runs if run.max_num_batched_tokens is not None]
-    step_sizes = [edge for edge in BUCKET_EDGES if full or edge >= FEWEST_STEP_TOKENS]
+    longest = max(len(case.prompt_ids) for case in CASES)
+    assert longest >= 257
+    step_sizes = [edge for edge in BUCKET_EDGES if edge <= longest and (full or edge >= FEWEST_STEP_TOKENS)]
     assert [run.max_num_batched_tokens for run in steps] == step_sizes
     assert {name for run in steps for name in names(run)} <= set(REFERENCE)
 
