@@ -43,7 +43,11 @@ def preemption_runs(setup: AxisSetup) -> list[Run]:
 def phases(case: Case, edge: int, block_size: int) -> list[int]:
     """Numbers of computed tokens at which a case is preempted; it computes all but the last one of its output.
 
-    Example: 100 prompt and 50 output tokens, edge 63, blocks of 64: 63, 63, 100, 127, 148.
+    Where its prompt is recomputed in one step, a case has one more token of its output at each preemption; points that
+    it would then be too late for are left out.
+
+    Example: 100 prompt and 50 output tokens, edge 63, blocks of 64: 63, 63, 100, 127, 148; with 4 output tokens 63, 63,
+    100.
     """
     num_prompt = len(case.prompt_ids)
     most = (
@@ -51,7 +55,14 @@ def phases(case: Case, edge: int, block_size: int) -> list[int]:
     )  # one step before its last: a step boundary that it will meet
     amid = [edge, edge] if edge < num_prompt else [1]
     next_end = (num_prompt // block_size + 1) * block_size + edge - block_size
-    return [count for count in (*amid, num_prompt, next_end, most) if count <= most]
+    points: list[int] = []
+    num_output = 0
+    for count in (*amid, num_prompt, next_end, most):
+        latest = max(num_output + 1, count - num_prompt + 1)
+        if count <= most and latest < case.num_output_tokens:
+            points.append(count)
+            num_output = latest
+    return points
 
 
 def overlap_runs(setup: AxisSetup) -> list[Run]:

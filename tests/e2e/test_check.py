@@ -90,6 +90,20 @@ def test_a_number_of_ranks_that_groups_do_not_divide_is_refused(model: str) -> N
     assert "error: world_size (2) must be divisible by tp (4)" in done.stderr
 
 
+@pytest.mark.slow
+def test_exact_ties_pass_every_axis_with_one_digest_on_one_four_and_eight_ranks(tmp_path: Path) -> None:
+    folder = str(write_checkpoint(tmp_path / "tied", tiny_config("qwen3_moe"), kind="tied"))
+    flags = ["--model", folder, "--num-prompts", "24", "--max-tokens", "16"]  # enough to preempt
+    digests = set()
+    for world_size in (1, 4, 8):
+        file = tmp_path / f"{world_size}.json"
+        program = ["-m", "moe_runtime.check", *flags, "--json", str(file)]
+        done = run_to_end(world_size, *program, timeout_s=400)
+        assert done.returncode == 0, done.stdout + done.stderr
+        digests.add(json.loads(file.read_text())["digest"])
+    assert len(digests) == 1
+
+
 def test_all_ranks_leave_with_code_4(model: str) -> None:
     done = check(2, "--model", model, *FLAGS, "--axes", "alone", "--control", "free-gemm")
     assert done.returncode != 0

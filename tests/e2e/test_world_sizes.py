@@ -218,6 +218,7 @@ def test_eight_ranks_give_the_same_bits_in_every_schedule(ranks, models):
     jobs = [
         Job(models.folder("qwen3_moe", "cancelling"), "bfloat16", tuple(SCENARIOS)),
         Job(models.folder("mixtral", "cancelling"), "float32", ("shuffled", "arrivals", "preempted")),
+        Job(models.folder("qwen3_moe", "tied"), "bfloat16", ("shuffled", "preempted", "drafted")),
     ]
     for rank, results in enumerate(ranks(8, run_jobs, jobs)):
         for job, result in zip(jobs, results, strict=True):

@@ -36,7 +36,9 @@ def test_a_case_is_preempted_amid_its_prompt_twice_then_in_decode() -> None:
     assert phases(case, 64, 64) == [64, 64, 100, 128, 148]
     assert phases(case, 65, 64) == [65, 65, 100, 129, 148]
     short = replace(case, prompt_ids=(1, 2)).shortened(3)
-    assert phases(short, 64, 64) == [1, 2, 3]
+    assert phases(short, 64, 64) == [1, 2]
+    assert phases(case.shortened(4), 63, 64) == [63, 63, 100]
+    assert phases(case.shortened(1), 63, 64) == []
 
 
 def test_chunks_end_around_the_end_of_a_block() -> None:
