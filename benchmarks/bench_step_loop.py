@@ -42,6 +42,7 @@ from moe_runtime.engine.messages import RankReport, encode
 from moe_runtime.engine.request import RequestLimits, SamplingParams, make_request
 from moe_runtime.engine.runner import LaunchedStep
 from moe_runtime.engine.scheduler import ScheduledChunk, Scheduler, SchedulerConfig
+from moe_runtime.kernels.gpu_schedules import GpuSchedules
 
 PROMPT_TOKENS = 128
 MAX_MODEL_LEN = 4096
@@ -65,13 +66,14 @@ class StandInRunner(CudaRunner):
             expert_counts=torch.zeros(1, 1, dtype=torch.int64),
             max_split_rows=64,
             waits_for=None,
+            schedules=GpuSchedules("interpreter", torch.bfloat16),
         )
         super().__init__(decoder, 1, LARGEST, MAX_MODEL_LEN, use_graphs=False)
 
     def _launch_decode(self, bucket: int, variant: str, rehearse: bool) -> None:
         pass
 
-    def _mixed(self, plan: Any, slots: Any, shape: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def _mixed(self, plan: Any, slots: Any, tokens_per_rank: Any) -> tuple[torch.Tensor, torch.Tensor]:
         num_tokens = len(plan.token_ids)
         return torch.zeros(num_tokens, 1), torch.zeros(num_tokens, dtype=torch.int32)
 

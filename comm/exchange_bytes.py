@@ -6,7 +6,7 @@ this.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 __all__ = [
     "ExchangeBytes",
@@ -30,7 +30,9 @@ MAX_LOGIT_ROWS = 256
 MAX_SLICE = 16384
 """Most positions of a token table that experts work through at a time."""
 MAX_FIXED_ROWS = 256
-"""Most tokens of a rank in an exchange of fixed sizes; larger steps run outside of graphs."""
+"""Most tokens of a rank in an exchange of fixed sizes by a collective; larger steps run outside of graphs."""
+MAX_GRAPH_ROWS = 2048
+"""Most tokens of a rank in any graph."""
 MAX_SLOT_POSITIONS = 256
 """Most positions of a table whose rows are listed by expert, a slot table."""
 
@@ -93,6 +95,14 @@ class ExchangeBytes:
         # Of a step of exact sizes: a slice's rows, those of them that travel, and what is home, once and as received.
         exact_rows = (2 * self.slice_positions + 2 * self.max_rows) * self.num_topk
         return num_bytes + (3 * fixed_rows + exact_rows) * self.row_bytes
+
+    @property
+    def rehearsal_bytes(self) -> int:
+        """Most bytes that a graph's rehearsal takes for a while: a region of its own, and a slice where rows are added
+        before they go home."""
+        own = replace(self, max_rows=min(self.max_rows, MAX_GRAPH_ROWS))
+        slice_bytes = own.slice_positions * own.num_topk * own.row_bytes
+        return own.symmetric_bytes + own.presums * slice_bytes
 
     @property
     def expanded_bytes(self) -> int:

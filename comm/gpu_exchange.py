@@ -2,9 +2,9 @@
 
 Symbols: W ranks, C positions per rank in a step (capacity), T tokens of a rank (at most C), H hidden, K slots. Every
 rank has a token table of W * C positions; row t of rank r stands at ``r * C + t`` (kernels/dispatch_triton.py). C is
-the graph's bucket in decode, else the largest T of the step, which every rank knows from the step vector: no sizes are
-exchanged and nothing waits for the host. Experts work through the table and put each pair's weighted row where it is
-to go.
+the bucket of a graph, else the largest T of the step, which every rank knows from the step vector: no sizes are
+exchanged and nothing waits for the host. Experts work through the table and put each pair's weighted row where it is to
+go.
 
 ``SymmetricExchange`` writes straight into peers' memory; ``CollectiveExchange`` (collective_exchange.py) moves the same
 rows by all-to-all.
@@ -61,7 +61,7 @@ class StepShape:
 
     @classmethod
     def of_bucket(cls, bucket: int, size: int) -> StepShape:
-        """A decode step whose ranks all run ``bucket`` rows."""
+        """A graph's step, whose ranks all run ``bucket`` rows."""
         return cls(capacity=bucket, tokens_per_rank=(bucket,) * size)
 
     @classmethod

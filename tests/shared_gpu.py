@@ -17,6 +17,8 @@ from typing import Any
 
 __all__ = ["share_gpu"]
 
+_shared: list[int] = []
+
 
 def share_gpu(num_ranks: int) -> None:
     """Let this process take its share of a GPU for a GPU of its own, once; before its first symmetric memory.
@@ -24,8 +26,9 @@ def share_gpu(num_ranks: int) -> None:
     Args:
         num_ranks: On the GPU.
     """
-    if os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1":
+    if _shared:
         return
+    _shared.append(num_ranks)
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     import torch
 

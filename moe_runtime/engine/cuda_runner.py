@@ -60,7 +60,7 @@ class CudaRunner(Runner):
         overlaps: See ``Runner.overlaps``; never under tensor parallelism.
         max_num_seqs: Most sequences that run at once.
         max_model_len: Longest context, in tokens.
-        use_graphs: Capture decode steps; else launch them kernel by kernel.
+        use_graphs: Capture steps up to some size; else launch them kernel by kernel.
         drafts: Steps may have drafts.
         check_peers: Raises ``PeerError`` where another rank has gone or stalled: the device would wait for it for good.
         timeout_s: Of a wait for a step, after which ``PeerError`` is raised; none where no step waits for another rank.

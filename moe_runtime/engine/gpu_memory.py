@@ -114,7 +114,10 @@ def gpu_buffers(
         rows = min(rows, MAX_SLICE)
     if num_ranks > 1:
         sizes = shape.exchange(num_ranks, rows, presums=presums)
-        by_transport = {"symmetric": sizes.symmetric_bytes, "deepep": sizes.expanded_bytes}
+        by_transport = {
+            "symmetric": sizes.symmetric_bytes + sizes.rehearsal_bytes,
+            "deepep": sizes.expanded_bytes,
+        }
         exchange += by_transport.get(transport, sizes.collective_bytes) + NCCL_BYTES
         rows = min(num_ranks * rows, MAX_SLICE)
     if adding_ranks > 1:

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
+from moe_runtime.comm.exchange_bytes import MAX_GRAPH_ROWS
 from moe_runtime.errors import CapacityError
 
 __all__ = ["DECODE_BUCKETS", "MIXED_BUCKETS", "StepGraphs", "decode_bucket", "mixed_bucket", "mixed_buckets"]
 
 DECODE_BUCKETS = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 
-MIXED_BUCKETS = (64, 128, 192, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
+MIXED_BUCKETS = (64, 128, 192, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, MAX_GRAPH_ROWS)
 """Tokens of a rank. In larger steps the device takes longer than the host's launches do. Up to 384 its time is that of
 reading the weights; none lies between 192 and 256, where an expert's weights may be read several times."""
 
@@ -62,10 +63,10 @@ class StepGraphs:
             RuntimeError: naming the bucket and what to change.
         """
         torch.cuda.synchronize()
-        self._run(bucket, variant, True)
-        torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
+            self._run(bucket, variant, True)
+            torch.cuda.synchronize()
             # Other threads (NCCL's watchdog) may ask the device about their own events meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 self._run(bucket, variant, False)

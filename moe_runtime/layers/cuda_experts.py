@@ -127,8 +127,8 @@ class Experts(ABC):
 
     @property
     def has_fixed_steps(self) -> bool:
-        """Whether steps of any number of rows can be captured: not where long ones exchange sizes first, as
-        collectives do."""
+        """Whether steps of any number of rows can be captured: not where the host waits for counts of long
+        ones, as collectives do."""
         return self.capturable and (self.num_processes == 1 or self.flags is not None)
 
     def begin_step(self, *, pdl: bool) -> None:  # noqa: B027  # most have nothing to do

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from moe_runtime.comm.exchange_bytes import MAX_GRAPH_ROWS
 from moe_runtime.comm.sum_transport import has_parts_to_add
 from moe_runtime.planner.attention_windows import causal_pairs, kinds_of_windows
 from moe_runtime.planner.exchange_cost import ExchangeCost, Transport, transport_of
@@ -28,8 +29,8 @@ __all__ = ["BoolArray", "CostModel", "ScheduledTokens", "StepCost", "StepLoad", 
 
 ROW_PARTS = 2
 """Fixed parts of a row-parallel layer; kernels/gemm.py, which needs torch, defines them."""
-MAX_DECODE_ROWS, MOST_GRAPH_ROWS = 256, 2048
-"""Rows of the decode form and of the largest graph; layers/cuda_buffers.py and engine/graphs.py define them."""
+MAX_DECODE_ROWS = 256
+"""Rows of the decode form; layers/cuda_buffers.py defines them."""
 EAGER_LAUNCHES, EAGER_LAUNCH_US = 10, 50.0
 """Kernels of a layer, the host's time for each in a step that is no graph: an H200's host, docs/benchmarks.md."""
 
@@ -267,13 +268,12 @@ class CostModel:
         return self.hardware.kind == "gpu" and self.topology.tp == 1
 
     def host_us(self, rows: FloatArray) -> FloatArray:
-        """Of planning, launching and taking results; of results alone 0 where it was not measured. Launches one by one
-        count where the host is ahead of the device; else (``tp``) the device runs while the host launches."""
+        """Of planning and taking results, 0 where not measured; launches one by one where the host is ahead."""
         launches_us = self.shape.num_layers * EAGER_LAUNCHES * EAGER_LAUNCH_US
         if self.exchange.transport == "deepep":  # which runs without graphs
             return np.full_like(rows, launches_us, dtype=np.float64)
-        most_rows = MAX_DECODE_ROWS if self.exchange.transport == "collective" else MOST_GRAPH_ROWS
-        is_eager = self.host_is_hidden & (np.asarray(rows) > most_rows)
+        most = MAX_DECODE_ROWS if self.exchange.transport == "collective" else MAX_GRAPH_ROWS
+        is_eager = self.host_is_hidden & (np.asarray(rows) > most)
         return self._results_us(rows).clip(launches_us * is_eager)
 
     def _results_us(self, rows: FloatArray) -> FloatArray:

@@ -10,6 +10,7 @@ import pytest
 from moe_runtime.comm.exchange_bytes import (
     ALIGNMENT_BYTES,
     MAX_FIXED_ROWS,
+    MAX_GRAPH_ROWS,
     MAX_LOGIT_ROWS,
     MAX_SLICE,
     MAX_SLOT_POSITIONS,
@@ -49,6 +50,15 @@ def test_slices_hold_a_slot_table_and_no_more_than_the_limit():
     assert sizes(max_rows=10**6).slice_positions == MAX_SLICE
     assert sizes().rows_home == 4
     assert sizes(presums=True).rows_home == 3
+
+
+def test_a_rehearsal_has_the_region_of_a_graph_s_rows_and_a_slice_where_sums_are_sent():
+    large = sizes(max_rows=4 * MAX_GRAPH_ROWS)
+    assert large.rehearsal_bytes == sizes(max_rows=MAX_GRAPH_ROWS).symmetric_bytes
+    adds = sizes(max_rows=4 * MAX_GRAPH_ROWS, presums=True)
+    region = sizes(max_rows=MAX_GRAPH_ROWS, presums=True).symmetric_bytes
+    assert adds.rehearsal_bytes == region + 3 * MAX_GRAPH_ROWS * 4 * 80
+    assert sizes().rehearsal_bytes == sizes().symmetric_bytes
 
 
 def test_whole_alignments_are_carved_and_fixed_rows_are_bounded():

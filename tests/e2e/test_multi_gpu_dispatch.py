@@ -1,4 +1,4 @@
-"""Dispatch and combine of ranks on GPUs of their own that really wait for each other: no row is late or early.
+"""Dispatch and combine of ranks that are processes on GPUs and really wait for each other: no row is late or early.
 
     pytest -m multigpu tests/e2e/test_multi_gpu_dispatch.py
 

@@ -120,9 +120,10 @@ def test_a_failed_capture_names_the_step_and_what_to_change(no_device):
     assert not graphs.has(16, "split")
 
 
-def test_no_memory_to_capture_is_a_lack_of_room(no_device):
+@pytest.mark.parametrize("in_rehearsal", [True, False])
+def test_no_memory_to_capture_is_a_lack_of_room(no_device, in_rehearsal):
     def run(bucket, variant, rehearse):
-        if not rehearse:
+        if rehearse is in_rehearsal:
             raise torch.OutOfMemoryError("out of memory")
 
     with pytest.raises(CapacityError, match=r"no room to capture the step of 8 rows \(serial\)"):

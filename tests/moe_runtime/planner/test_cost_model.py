@@ -7,12 +7,10 @@ import time
 import numpy as np
 import pytest
 
-from moe_runtime.engine.graphs import MIXED_BUCKETS
 from moe_runtime.kernels.gemm import PARTS
 from moe_runtime.planner.calibration import base_of
 from moe_runtime.planner.cost_model import (
     MAX_DECODE_ROWS,
-    MOST_GRAPH_ROWS,
     ROW_PARTS,
     CostModel,
     StepLoad,
@@ -208,7 +206,6 @@ def test_launches_one_by_one_count_in_steps_that_are_no_graphs():
 
 def test_constants_of_modules_that_need_torch_or_triton_are_the_same():
     assert PARTS["row"] == ROW_PARTS
-    assert MIXED_BUCKETS[-1] == MOST_GRAPH_ROWS
     cuda_buffers = pytest.importorskip("moe_runtime.layers.cuda_buffers", exc_type=ImportError)
     assert MAX_DECODE_ROWS == cuda_buffers.MAX_DECODE_ROWS
 
