@@ -156,6 +156,19 @@ def test_long_prompts_alone_together_and_scored(llm: LLM) -> None:
         assert scored.prompt_logprobs[-32:] == output.logprobs
 
 
+@pytest.mark.xdist_group("qwen")
+@pytest.mark.parametrize("llm", ["qwen"], indirect=True)
+def test_steps_with_prompts_are_graphs_filled_with_inert_rows_and_have_the_bits_of_launches(llm: LLM) -> None:
+    lengths = (192, 193, 257, 384, 385, 700, 2047, 2048, 2049)
+    params = replace(GREEDY, max_tokens=4, prompt_logprobs=3)
+    prompts = [prompt_of(llm, length, length) for length in lengths]
+    found = [llm.generate([prompt], params)[0] for prompt in prompts]
+    graphs = llm.engine.runner.graphs
+    assert all(graphs.has(bucket, "mixed") for bucket in (384, 512, 768, 2048))
+    llm.reconfigure(enforce_eager=True)
+    assert [llm.generate([prompt], params)[0] for prompt in prompts] == found
+
+
 @pytest.mark.parametrize("llm", MODELS, indirect=True)
 def test_the_check_passes_on_every_axis(llm: LLM) -> None:
     engine = EngineConfig(model=llm.config.model)
