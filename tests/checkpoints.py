@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from moe_runtime.models.model_config import TensorSpec
 from moe_runtime.models.registry import load_model_config, tensor_specs
 
-__all__ = ["WEIGHT_KINDS", "tie", "tiny_config", "write_checkpoint", "write_with_transformers"]
+__all__ = ["WEIGHT_KINDS", "tiny_config", "write_checkpoint", "write_with_transformers"]
 
 WEIGHT_KINDS = ("normal", "heavy_tailed", "cancelling")
 """Whose sums show their order; ``tied`` is one more kind, of ``normal`` weights."""
@@ -82,7 +82,7 @@ def write_checkpoint(
         config: From ``tiny_config``.
         kind: ``normal``; ``heavy_tailed``: each weight times a power of two over 12 binades; ``cancelling``: neighbours
             along the summed dimension carry large opposite values, and experts come in pairs that nearly cancel;
-            ``tied``: ``normal`` with experts and tokens that tie exactly, as ``tie`` makes them.
+            ``tied``: ``normal`` with experts and tokens that tie exactly, as ``_tie`` makes them.
         seed: Of the weights.
         edit: Changes the tensors before they are written.
 
@@ -97,14 +97,14 @@ def write_checkpoint(
         for i, spec in enumerate(tensor_specs(model))
     }
     if kind == "tied":
-        tie(tensors)
+        _tie(tensors)
     if edit is not None:
         edit(tensors)
     save_file(tensors, folder / "model.safetensors")
     return folder
 
 
-def tie(tensors: dict[str, torch.Tensor]) -> None:
+def _tie(tensors: dict[str, torch.Tensor]) -> None:
     """Give experts equal routers, the upper half those of the lower one and 3 that of 2, and tokens equal rows of the
     head, the upper half those of the lower one. Weights of experts and embeddings of tokens stay different.
     """

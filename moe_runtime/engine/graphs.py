@@ -20,7 +20,7 @@ DECODE_BUCKETS = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 11
 
 MIXED_BUCKETS = (64, 128, 192, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, MAX_GRAPH_ROWS)
 """Tokens of a rank. In larger steps the device takes longer than the host's launches do. Up to 384 its time is that of
-reading the weights; none lies between 192 and 256, where an expert's weights may be read several times."""
+reading the weights; none lies between 192 and 384, since up to 256 rows an expert's may be read several times."""
 
 
 def decode_bucket(num_rows: int, largest: int) -> int | None:

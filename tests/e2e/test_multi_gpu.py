@@ -30,7 +30,7 @@ from moe_runtime.comm.flag_report import FlagReader
 from moe_runtime.comm.gpu_exchange import flag_name
 from moe_runtime.comm.groups import RankGroup
 from moe_runtime.comm.symmetric_all_reduce import SymmetricAllReduce
-from moe_runtime.comm.symmetric_memory import SymmetricSpace, carved_bytes, keep_multicast_off
+from moe_runtime.comm.symmetric_memory import SymmetricSpace, carved_bytes
 from moe_runtime.comm.tensor_parallel import TensorParallel
 from moe_runtime.kernels.all_reduce_triton import all_reduce_reference
 from moe_runtime.kernels.peer_flags_triton import PeerFlags, count_step, pause, peer_barrier
@@ -124,7 +124,6 @@ def parts_of(kind: str, num_elements: int, size: int, seed: int) -> torch.Tensor
 
 def compare_backends(context: RankContext) -> None:
     """NCCL, gloo, symmetric memory in both forms, and the tree on the CPU."""
-    keep_multicast_off()
     lengths = (1, 77, 2048, 3 * 2048 + 16, LARGE)
     usual = all_reduce_module.gathers_whole
     for part_dtype, out_dtype in ((BF16, BF16), (FP32, BF16), (FP32, FP32)):
@@ -176,7 +175,6 @@ ROWS = (1, 48, 1500)
 
 def compare_shard_sums(context: RankContext, captured_too: bool) -> None:
     """Parts of layers of several sizes, added out of the peers' memory and by NCCL, eager and in a graph."""
-    keep_multicast_off()
     device, hidden = own_device(context), 2048
     nccl = dist.new_group(backend="nccl")
     sizes = hidden, len(ROWS), max(ROWS), 256, BF16, device
@@ -225,7 +223,6 @@ def test_sums_of_the_engine_have_the_bits_of_the_tree(ranks, size, captured_too)
 
 def time_shard_sums(context: RankContext) -> list[dict[str, Any]]:
     """As ``moe-runtime calibrate`` does under torchrun."""
-    keep_multicast_off()
     device = own_device(context)
     both = dist.new_group(backend="cpu:gloo,cuda:nccl")
     group = replace(context.group, process_group=both)

@@ -9,13 +9,7 @@ import pytest
 
 from moe_runtime.kernels.gemm import PARTS
 from moe_runtime.planner.calibration import base_of
-from moe_runtime.planner.cost_model import (
-    MAX_DECODE_ROWS,
-    ROW_PARTS,
-    CostModel,
-    StepLoad,
-    Topology,
-)
+from moe_runtime.planner.cost_model import MAX_DECODE_ROWS, ROW_PARTS, CostModel, StepLoad, Topology
 from moe_runtime.planner.hardware import load_hardware, read_hardware
 from moe_runtime.planner.shape_configs import read_shape
 from tests.benchmark_modules import load_benchmark_module

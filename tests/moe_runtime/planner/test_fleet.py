@@ -88,8 +88,7 @@ def test_concurrency_is_carried_by_enough_replicas():
 def test_a_skewed_load_costs_and_copies_win_it_back():
     uniform = {(c.topology, c.batch): c for c in candidates(search(gpus=(8, 8)))}
     skewed = candidates(search(gpus=(8, 8), load=skewed_counts(128, 1.0)))
-    # A step with prompts may last as long as its launches take, whatever the experts do beside them.
-    assert all(c.tpot_s >= 0.998 * uniform[c.topology, c.batch].tpot_s for c in skewed)
+    assert all(c.tpot_s >= 0.999 * uniform[c.topology, c.batch].tpot_s for c in skewed)
     balance = {c.topology.num_redundant_experts: c.balancedness for c in skewed if c.topology.ep_size == 8}
     assert balance[0] < balance[8] <= 1.0
 
